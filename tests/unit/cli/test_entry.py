@@ -203,3 +203,19 @@ def test_ignored_interrupts_stay_ignored() -> None:
 def test_an_empty_path_is_refused(fails: Fails) -> None:
     """It would be the working directory."""
     assert "is empty: name a path" in fails(commands.doctor, "--directory=")
+
+
+def test_control_characters_are_shown_as_escapes(fails: Fails, tmp_path: Path) -> None:
+    """In keys, paths and arguments."""
+    config = tmp_path / "config.toml"
+    config.write_text('"[red]\\u001b]0;x\\u0007" = 1', encoding="utf-8")
+    missing = str(tmp_path / "run\x1b[2J")
+    for command, arguments, escaped in (
+        (commands.train, ["--config", str(config)], r"[red]\x1b]0;x\x07"),
+        (commands.pipeline, ["--config", str(config), "--set", "[red]\x1b]0;x\x07=1"], r"[red]\x1b]0;x\x07"),
+        (commands.data, ["--config", str(config), "--\x1b[2J"], r"--\x1b[2J"),
+        (commands.report, [missing], r"run\x1b[2J"),
+        (commands.infer, ["--model", missing, "--prompt", "a"], r"run\x1b[2J"),
+    ):
+        error = fails(command, *arguments)
+        assert escaped in error and "\x1b" not in error and "\x07" not in error

@@ -1,17 +1,27 @@
-"""``--dry-run``: the model of the run, and the errors of the run."""
+"""``diffusionlm-train`` around the work: ``--dry-run``, errors and warnings before, the suggested command after it."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from cli.train import main
+from cli import train
+from cli.infer import main as infer
+from config.infer import InferConfig
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.training import loop
+from profiling.machine import Memory
 from tests.unit.cli.conftest import Fails
 from tests.unit.data.chat_cases import chat_tokenizer
 from tokenizer import save_tokenizer
 
+TRAIN = Path(__file__).parents[3] / "config/resources/train.toml"
 QWEN3_06B = {
     "model_type": "qwen3",
     "hidden_size": 1024,
@@ -63,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
-    assert main([*arguments, "--dry-run"]) == 0
+    assert train.main([*arguments, "--dry-run"]) == 0
     lines = (line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     return {name: value.strip() for name, value in lines}
 
@@ -97,12 +107,62 @@ def test_the_vocabulary_is_that_of_the_tokenizer(folder: Path, capsys: pytest.Ca
 )
 def test_what_the_run_refuses_is_refused(override: str, message: str, fails: Fails) -> None:
     arguments = ["--config", "adapted.toml", "--set", override]
-    error = fails(main, *arguments, "--dry-run")
-    assert error == fails(main, *arguments) and message in error
+    error = fails(train.main, *arguments, "--dry-run")
+    assert error == fails(train.main, *arguments) and message in error
 
 
 def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(folder: Path, fails: Fails) -> None:
     (folder / "base" / "config.json").write_text(json.dumps(QWEN3_06B | {"vocab_size": 20}))
     save_tokenizer(chat_tokenizer(), folder)
-    error = fails(main, "--config", "adapted.toml", "--set", "tokenizer={path='.'}", "--dry-run")
+    error = fails(train.main, "--config", "adapted.toml", "--set", "tokenizer={path='.'}", "--dry-run")
     assert "model.init_from = base has 20 rows in its embedding" in error
+
+
+def allocate_too_much(*_: Any) -> None:
+    torch.empty(1 << 55)
+
+
+def test_missing_memory_ends_training_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    monkeypatch.setattr(loop, "train", allocate_too_much)
+    error = fails(train.main, "--config", TRAIN, "--set", f"run.directory={tmp_path / 'run'}", code=1)
+    assert error.startswith("diffusionlm-train: error: out of memory, ") and error.count("\n") == 1
+    assert "lower training.micro_batch_size" in error
+
+
+def test_a_run_larger_than_the_memory_is_announced_or_refused(
+    train_config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(total: int, free: int, **changes: Any) -> str:
+        monkeypatch.setattr(train, "read_memory", lambda: Memory(total, free))
+        train.check_memory(train_config.model_copy(update=changes))
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(train, "drivers", list)
+    assert not check(1 << 40, 1 << 40)
+    assert "training.micro_batch_size" in check(1 << 40, 1 << 10)
+    training = train_config.training.model_copy(update={"batch_size": 100_000_000, "micro_batch_size": None})
+    with pytest.raises(ValueError, match=r"this machine has 16\.0 GiB: lower training\.micro_batch_size"):
+        check(1 << 34, 1 << 33, training=training)
+    monkeypatch.setattr(train, "drivers", lambda: ["580, GPU"])
+    run = train_config.run.model_copy(update={"device": "auto"})
+    assert not check(1 << 40, 1 << 10, run=run), "the GPU has memory of its own"
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("A line\nand a 'quoted' \\n", "--prompt"),
+        ("--dashes", "--prompt"),
+        ("-[MASK:1]", "--infill"),
+    ],
+)
+def test_the_next_command_reads_its_text_back(text: str, option: str, tmp_path: Path, fails: Fails) -> None:
+    words = shlex.split(train.suggest_next_command(Path("runs/a b"), text))
+    assert words[:5] == ["uv", "run", "diffusionlm-infer", "--model", "runs/a b"]
+    assert words[5].partition("=")[0] == option
+    path = tmp_path / "infer.toml"
+    path.write_text(fails(infer, *words[3:], "--print-config", code=0), encoding="utf-8")
+    config = load_config(InferConfig, path)
+    assert (config.input.infills if option == "--infill" else config.input.prompts) == (text,)
