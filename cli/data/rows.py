@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, groupby
+from itertools import compress, groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from diffusionlm.data.pipeline import (
     describe_skipped,
     open_components,
 )
-from diffusionlm.data.reader import ResumableReader, Split
+from diffusionlm.data.reader import ResumableReader, Split, iterate
 from files.terminal_text import escape_control_characters, print_message
 from logger.pages import Part, Table
 from tokenizer import Tokenizer
@@ -88,14 +88,10 @@ def read_rows(source: RowSource) -> Iterator[Row]:
         build_reader = partial(build_preference_reader, is_unpaired=config.objective.loss.is_unpaired)
     block_length, seed = config.objective.longest_block_length, config.run.seed
     reader = build_reader(components, config.data, tokenizer, config.row_length, seed, block_length=block_length)
-    batch_size = config.training.batch_size if config.data.pads_to_longest else None
-    position, is_empty = None, True
-    while True:
-        rows, position = reader.read(0, position, batch_size or ROWS_PER_READ)
-        yield from pad_to_longest(rows) if rows and batch_size else rows
-        is_empty = is_empty and not rows
-        if position is None:
-            break
+    rows, is_empty = iterate(reader, ROWS_PER_READ), True
+    while batch := list(islice(rows, config.training.batch_size)):
+        yield from pad_to_longest(batch) if config.data.pads_to_longest else batch
+        is_empty = False
     if is_empty:
         raise ValueError(f"[data]: the sources have no documents{describe_skipped(components)}")
 

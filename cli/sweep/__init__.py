@@ -53,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _read_sweep(arguments: argparse.Namespace) -> Sweep:
     from optuna.distributions import CategoricalDistribution
 
-    from cli.sweep.definition import Sweep, read_settings
+    from cli.sweep.definition import Sampler, Sweep, read_settings
 
     settings = read_settings(arguments.settings)
     ranges = [setting.key for setting in settings if not isinstance(setting.distribution, CategoricalDistribution)]
-    sampler = arguments.sampler or ("tpe" if ranges else "grid")
+    sampler: Sampler = arguments.sampler or ("tpe" if ranges else "grid")
     if sampler != "grid" and arguments.trials is None:
         raise UsageError(f"--trials is missing: how many runs --sampler {sampler} makes: --trials 20")
     if sampler == "grid" and ranges:
