@@ -118,7 +118,8 @@ def test_a_signal_lets_requests_end(number: signal.Signals, server: ServerProces
 
 
 def test_a_second_signal_ends_at_once(folder: Path) -> None:
-    server = ServerProcess(folder, "--host", "0.0.0.0", "--port", "0", "--set", "serve.max_steps=100000")
+    limits = ["--set", "serve.max_steps=100000", "--set", "serve.max_total_steps=100000"]
+    server = ServerProcess(folder, "--host", "0.0.0.0", "--port", "0", *limits)
     stream = server.start_stream(max_tokens=400, remasking_strategy="p2", denoising_steps=30_000, diffusing=True)
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
