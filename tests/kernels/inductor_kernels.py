@@ -59,18 +59,9 @@ class FlexCase:
     pattern: AttentionPattern = TWO_STREAMS
     softcap: float | None = None
     window: int | None = None
-    has_gradients: bool = True
-    """False: a validation or a sample."""
-    targets: tuple[str, ...] = tuple(SHARED_BYTES)
-    """Only an H100 where its options are its own."""
 
 
 FLEX_CASES = {
-    "width 32": FlexCase(32, targets=(HOPPER,)),
-    "width 64, no gradients": FlexCase(64, has_gradients=False),
-    "width 128": FlexCase(128, targets=(HOPPER,)),
-    "width 128, no gradients": FlexCase(128, has_gradients=False, targets=(HOPPER,)),
-    "width 256": FlexCase(256, targets=(HOPPER,)),
     "width 256, soft cap, window": FlexCase(256, pattern=Causal(DOCUMENTS), softcap=50.0, window=128),
     "width 64, float32": FlexCase(64, torch.float32),
     "width 128, float32": FlexCase(128, torch.float32),
@@ -126,7 +117,7 @@ def compile_blocks(case: str) -> list[GraphKernel]:
 
 
 def compile_flex(name: str, target: str) -> list[GraphKernel]:
-    """The attention of a case: the forward and, with gradients, the backward."""
+    """The forward and the backward of the attention of a case."""
     graphs = record_flex(FLEX_CASES[name], is_on_hopper=target == HOPPER)
     by_direction = {"backward" if graph.is_backward else "forward": graph for graph in graphs}
     return [kernel for kernel in compile_graphs(name, by_direction, target) if kernel.is_attention]
@@ -139,16 +130,14 @@ def record_flex(case: FlexCase, *, is_on_hopper: bool) -> list[Graph]:
     intervals = case.pattern.intervals(length, window=case.window)
     assert intervals is not None
     q, k, v = (
-        torch.zeros(BATCH, length, heads, case.head_dim, dtype=case.dtype, requires_grad=case.has_gradients)
+        torch.zeros(BATCH, length, heads, case.head_dim, dtype=case.dtype, requires_grad=True)
         for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
     )
     torch._dynamo.reset()
-    with flex_as_on_a_gpu(), torch.set_grad_enabled(case.has_gradients):
+    with flex_as_on_a_gpu():
         attend = torch.compile(attend_flex, backend=make_recorder(graphs))
         scale = AttentionScale(softcap=case.softcap)
-        out = attend(q, k, v, build_block_mask(intervals, length), scale, is_on_hopper=is_on_hopper)
-        if case.has_gradients:
-            out.sum().backward()
+        attend(q, k, v, build_block_mask(intervals, length), scale, is_on_hopper=is_on_hopper).sum().backward()
     return graphs
 
 
@@ -168,7 +157,7 @@ def main() -> None:
     if parser.parse_args().tested:
         flex = [(name, HOPPER) for name in TESTED_CASES]
     else:
-        flex = [(name, target) for name, case in FLEX_CASES.items() for target in case.targets]
+        flex = list(itertools.product(FLEX_CASES, SHARED_BYTES))
     blocks = (kernel for case in CASES for kernel in compile_blocks(case))
     attention = (kernel for name, target in flex for kernel in compile_flex(name, target))
     for kernel in itertools.chain(blocks, attention, compile_dropout_mask()):
