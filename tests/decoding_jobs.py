@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from config.generation import GenerationConfig
-from config.model import ModelConfig
 from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, to_generation
@@ -19,6 +18,7 @@ from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, Reque
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
+from tests.reference.enumeration import table_config
 
 MASK = 22
 Job = PreparedRequest
@@ -59,17 +59,7 @@ LIMITS = {
 
 def make_request(token_ids: Sequence[int], seed: int = 0) -> PreparedRequest:
     """A prompt of any tokens, of a model that nobody computes."""
-    model = ModelConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        vocab_size=1 << 16,
-        max_position_embeddings=1 << 10,
-        mask_token_id=0,
-    )
+    model = table_config(num_tokens=1 << 16, length=1 << 10, mask_token_id=0)
     return prepare_request(resolve_settings(GenerationConfig(max_new_tokens=1), model), token_ids, seed)
 
 

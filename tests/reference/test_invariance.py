@@ -38,7 +38,6 @@ KEY = {"seed": 3, "step": 5, "num_sequences_in_step": ROWS}
 
 OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(),
-    "masked-complementary": MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)),
     "masked-document": MaskedDiffusionConfig(estimator=FixedCountMasking(draw_per="document")),
     "masked-rows": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking()),
     "masked-soft": MaskedDiffusionConfig(
@@ -47,21 +46,15 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked-by-masked-rows": MaskedDiffusionConfig(
         normalizer="masked_rows", estimator=IndependentMasking(range=(0.1, 0.9), times="uniform")
     ),
-    "masked-mean": MaskedDiffusionConfig(normalizer="masked"),
     "masked-runs": MaskedDiffusionConfig(estimator=FixedCountMasking(contiguous_probability=0.5, reweight_cap=3.0)),
-    "block-1": BlockDiffusionConfig(block_length=1),
     "block-3": BlockDiffusionConfig(block_length=3),
     "block-complementary": BlockDiffusionConfig(block_length=2, estimator=FixedCountMasking(complementary=True)),
     "block-sdar": BlockDiffusionConfig(
         block_length=4, estimator=IndependentMasking(draw_per="document", weight="inverse_p")
     ),
-    "block-rows-uniform": BlockDiffusionConfig(
-        block_length=4, normalizer="rows", estimator=IndependentMasking(weight="uniform", range=(0.1, 0.9))
-    ),
     "block-mean": BlockDiffusionConfig(
         block_length=4, normalizer="masked", estimator=IndependentMasking(draw_per="row")
     ),
-    "block-several": BlockDiffusionConfig(block_length=(2, 5, 10)),
     "block-stages": BlockDiffusionConfig(
         stages=(BlockLengthStage(from_step=0, block_length=1), BlockLengthStage(from_step=5, block_length=4))
     ),
