@@ -241,7 +241,7 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
 
 def test_other_products_than_bfloat16_are_refused(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = STATES["bfloat16 weights"]["runtime"]
-    with pytest.raises(ValueError, match=r'set training\.precision = "bfloat16", or runtime\.weights = "float32"'):
+    with pytest.raises(ValueError, match=r'training\.precision = "float32": set runtime\.weights = "float32"'):
         change_config(config, runtime=narrow, training={"precision": "float32"})
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
