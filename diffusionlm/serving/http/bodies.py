@@ -1,8 +1,7 @@
 """The fields that the bodies of all decoding endpoints share: OpenAI's, vLLM's and the keys of `GenerationConfig`.
 
-An endpoint's own fields, their encoding and its response are in one module: `completions`, `chat`, `infill`. pydantic
-checks all fields. null stands for an absent one, as clients send it. Limits of the server are the context of the
-validators.
+An endpoint's own fields, their encoding and its response are in one module: `completions` (infills too), `chat`.
+pydantic checks all fields; limits of the server are the context of the validators.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ class RequestPreparer:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    def build_requests_for(self, body: GenerationBody) -> RequestBuilder:
-        """
+    def make_builder(self, body: GenerationBody) -> RequestBuilder:
+        """What encodes the texts of a request, with its settings in the server's config.
+
         Raises:
             ValueError: the settings of a request contradict each other, or do not fit the model.
         """
@@ -114,7 +115,7 @@ class RequestPreparer:
         """
         name = self.find_model(body.model)
         with refusals_of(body):
-            builder = self.build_requests_for(body)
+            builder = self.make_builder(body)
             settings, texts = builder.settings, body.encode(builder)
             tool_format = None
             if body.callable_tools and self._template is not None:
@@ -319,7 +320,7 @@ def tokenize(preparer: RequestPreparer, values: dict[str, Any]) -> dict[str, Any
         body = parse_body(values, TokenizedChat, preparer.context)
     preparer.find_model(body.model)
     with refusals_of(body):
-        [text] = body.encode(preparer.build_requests_for(body))
+        [text] = body.encode(preparer.make_builder(body))
     texts = token_texts(preparer.tokenizer, text.plain_token_ids) if body.return_token_strs else None
     length, tokens = preparer.model.max_position_embeddings, list(text.plain_token_ids)
     return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
