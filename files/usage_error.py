@@ -16,4 +16,6 @@ def prefix_errors(place: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}" if place else str(error)) from error
+        if not place:
+            raise
+        raise ValueError(f"{place}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from diffusionlm.models.lora import (
 )
 from diffusionlm.models.row_adapters import ModelAdapter, share_weights
 from diffusionlm.models.transformer import Transformer
+from files.usage_error import prefix_errors
 
 _PREFIX = "base_model.model."
 
@@ -53,7 +53,7 @@ def load_adapter(model: Transformer, directory: Path, get_fingerprint: GetFinger
     tensors = _read_tensors_for(model, directory, get_fingerprint)
     with torch.device("meta"):
         probe = Transformer(model.config)
-    with _errors_name(directory / ADAPTER_CONFIG):
+    with prefix_errors(str(directory / ADAPTER_CONFIG)):
         add_adapter(probe, config, names=names)
     _check_tensors(probe, config, tensors, directory)
     add_adapter(model, config, names=names)
@@ -93,7 +93,7 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
     _check_tensors(model, config, tensors, directory)
     names = stored_module_names(model)
     adapted = [names[name] for name, module in adapter_modules(model) if isinstance(module, LoRALinear)]
-    with _errors_name(directory / ADAPTER_CONFIG):
+    with prefix_errors(str(directory / ADAPTER_CONFIG)):
         differing = [name for name in adapted if stored.scale_of(name) != config.scale_of(name)]
     if differing:
         raise ValueError(
@@ -101,15 +101,6 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
             f"[lora] is {config.scale_of(differing[0]):g}: set lora.rank, lora.alpha and lora.rslora as there"
         )
     _copy_tensors(model, config, tensors)
-
-
-@contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Prefix the message of a ValueError with a file."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_tensors_for(

@@ -30,6 +30,7 @@ from diffusionlm.inference.requests import (
 )
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_read_settings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
+from files.usage_error import prefix_errors
 from tokenizer import ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt
 
 MAX_TOP_LOGPROBS = 20
@@ -177,10 +178,8 @@ def prepare_request(
             is to be filled and the model has no mask token, an option is wrong, or no text fits the constraints.
     """
     _check_options(options, settings.model)
-    try:
+    with prefix_errors(label or ("canvas 0" if options.is_infill else "prompt 0")):
         return _prepare(settings, token_ids, seed, options)
-    except ValueError as error:
-        raise ValueError(f"{label or ('canvas 0' if options.is_infill else 'prompt 0')}: {error}") from None
 
 
 def _prepare(

@@ -21,6 +21,7 @@ from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.inference.request_builder import prepare_request, suppress_ids_without_text
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
+from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
@@ -249,21 +250,17 @@ class RequestRunner:
         return choice == "always" or (choice == "auto" and num_continuations == 1)
 
     def _encode_pair(self, request: NumberedRequest) -> EncodedPair:
-        try:
+        with prefix_errors(request.label):
             pair = self.encoder.encode_pair(*request.instance.args)
             return EncodedPair(self._truncate(pair.context_ids, len(pair.continuation_ids)), pair.continuation_ids)
-        except ValueError as error:
-            raise ValueError(f"{request.label}: {error}") from None
 
     def _prepare(self, request: NumberedRequest) -> AnswerRequest:
         context, arguments = request.instance.args
-        try:
+        with prefix_errors(request.label):
             until, config = parse_generation_arguments(arguments, self.config.generation)
             settings = self.resolve_generation(config)
             prompt_ids = self.encoder.encode(context) if context else self.encoder.encode_pair("", "").context_ids
             prompt_ids = self._truncate(prompt_ids, settings.config.max_new_tokens or 1)
-        except ValueError as error:
-            raise ValueError(f"{request.label}: {error}") from None
         return prepare_request(settings, prompt_ids, request.answer_seed(self.config.seed), label=request.label), until
 
     def _truncate(self, context_ids: tuple[int, ...], num_following: int) -> tuple[int, ...]:

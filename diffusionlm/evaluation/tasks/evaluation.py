@@ -33,6 +33,7 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood, ignore_progress
 from diffusionlm.models.transformer import Transformer
+from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
 ANSWERS_PER_GROUP = 512
@@ -258,10 +259,8 @@ class LiveEvaluation:
         self.world, self.is_collective = world, is_collective
         self.tasks: list[PreparedItems] = []
         for index, task in enumerate(config.tasks):
-            try:
+            with prefix_errors(f"evaluation.tasks.{index}"):
                 self.tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
-            except ValueError as error:
-                raise ValueError(f"evaluation.tasks.{index}: {error}") from None
 
     def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
         """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call

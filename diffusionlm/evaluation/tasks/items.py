@@ -14,6 +14,7 @@ from diffusionlm.data.sources.local_files import detect_format
 from diffusionlm.data.sources.record_source import BadRecord
 from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem, list_fields
 from files.compressed import CorruptFileError
+from files.usage_error import prefix_errors
 
 ID_FIELDS = ("task_id", "id", "ind", "index")
 MAX_SHOWN_IDS = 5
@@ -43,11 +44,9 @@ def read_items_of_file(task: ItemTask, path: Path) -> Iterator[TaskItem]:
                 "name another field as id_field"
             )
         places[item_id] = place
-        try:
+        with prefix_errors(f"{place}: item {item_id!r}"):
             json.dumps(record, ensure_ascii=False, default=str).encode()  # refuses half of a character
             item = task.parse_item(record)
-        except ValueError as error:
-            raise ValueError(f"{place}: item {item_id!r}: {error}") from None
         yield replace(item, id=item_id, fields={**record, **item.fields})
 
 

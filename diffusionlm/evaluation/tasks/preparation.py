@@ -19,6 +19,7 @@ from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.prompts import PreparedItems
 from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model
+from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
 
@@ -62,13 +63,9 @@ def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
             raise ValueError(f"run_code = true: {error}") from None
     prepared = []
     for variant in variants:
-        try:
+        with prefix_errors(f"variant {variant.name!r}" if len(variants) > 1 else ""):
             model = describe_model(variant.model)
             tasks = tuple(_prepare_task(task, model, variant.model) for task in variant.tasks)
-        except ValueError as error:
-            if len(variants) == 1:
-                raise
-            raise ValueError(f"variant {variant.name!r}: {error}") from None
         prepared.append(replace(variant, prepared=tasks, directory=model.directory))
     return prepared
 
@@ -79,13 +76,11 @@ def _prepare_task(task: AnyTask, model: ModelDescription, model_config: InferMod
     Raises:
         ValueError: the data or the settings are wrong, or a prompt does not fit the model; names the task.
     """
-    try:
+    with prefix_errors(f"task {task.name or task.kind!r}"):
         if isinstance(task, PerplexityTask):
             config = EvalConfig(model=model_config, data=task.text_config, likelihood=task.likelihood)
             return PreparedText(task.name or task.kind, task, OpenedText(config, model))
         return prepare_items(task, read_task_items(task), model.tokenizer, model.config)
-    except ValueError as error:
-        raise ValueError(f"task {task.name or task.kind!r}: {error}") from None
 
 
 def prepare_items(
@@ -106,7 +101,7 @@ def prepare_items(
         )
     answers = AnswerBuilder(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
-        try:
+        with prefix_errors(f"{task.data or 'source'}: item {item.id!r}"):
             if isinstance(task, GenerationTask):
                 task.check_item(item)
                 prepared.build_request(item, 0)
@@ -114,6 +109,4 @@ def prepare_items(
                 assert answers is not None
                 for index, pair in enumerate(prepared.encode_options(item, task.list_options(item))):
                     answers.build(pair.context_ids, pair.continuation_ids, f"option {index}")
-        except ValueError as error:
-            raise ValueError(f"{task.data or 'source'}: item {item.id!r}: {error}") from None
     return prepared
