@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -31,11 +32,6 @@ EXAMPLE = f"""  {NAME}
 
 Status = Literal["ok", "note", "slow", "broken"]
 
-PACKAGES = (
-    "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "rich", "safetensors", "tomli-w",
-    "torch",
-)  # fmt: skip
-"""Required packages."""
 VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "PYTORCH_ALLOC_CONF", "LD_PRELOAD",
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "WANDB_MODE",
@@ -134,7 +130,9 @@ def _import_torch() -> tuple[Any, str]:
 
 def check_packages(torch_problem: str) -> Iterator[Check]:
     """Check that the required packages are installed; ``torch_problem``: why torch cannot be imported."""
-    missing = [name for name in PACKAGES if _find_version(name) is None]
+    requirements = metadata.requires("diffusionlm") or [] if _find_version("diffusionlm") else []
+    required = [re.split("[^A-Za-z0-9-]", text)[0] for text in requirements if "extra ==" not in text]
+    missing = [name for name in required if _find_version(name) is None]
     if missing:
         yield Check("packages", f"missing: {', '.join(missing)}", "broken", "uv sync")
     if torch_problem and "torch" not in missing:

@@ -97,9 +97,9 @@ def fail(text: str) -> Callable[[], float]:
     ("replaced", "status", "problem", "remedy"),
     [
         (
-            {"doctor._find_version": lambda name: None if name == "numpy" else "1"},
+            {"doctor._find_version": lambda name: None if name == "zstandard" else "1"},
             "broken",
-            "missing: numpy",
+            "missing: zstandard",
             "uv sync",
         ),
         ({"doctor.has_native_bfloat16": lambda device: device == "cpu"}, "slow", "no bfloat16", "8.0"),
