@@ -50,7 +50,7 @@ def load_model(
         dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
         adapter: directory of a PEFT adapter (LoRA), which is put on the model.
-        cuda_graphs: ``auto``: decoding on a GPU records forwards and repeats them (`inference.graphs`).
+        cuda_graphs: ``auto``: decoding on a GPU records forwards and repeats them (`inference.cuda_graphs`).
 
     Raises:
         ValueError: there is no model, the dtype is unknown, config.json is not supported, or the weights are
