@@ -94,7 +94,8 @@ def prepare_items(
             item.
     """
     prepared = PreparedItems(task, items, tokenizer, model)
-    if isinstance(task, GenerationTask) and task.repeats > 1 and not prepared.requests.settings.is_random:
+    # The settings are resolved here, so that no item is blamed for them.
+    if isinstance(task, GenerationTask) and not prepared.requests.settings.is_random and task.repeats > 1:
         raise ValueError(
             f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
             "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"

@@ -197,6 +197,12 @@ def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:
         make_task("multiple_choice", [{"question": "x" * 240, "choices": ["a", "b"], "gold": 0, "id": "long"}])
 
 
+def test_no_item_is_blamed_for_settings(make_task: MakeTask) -> None:
+    with pytest.raises(ValueError, match="needs block_length") as caught:
+        make_task("gsm8k", QUESTIONS, generation={"attention": "block_causal"})
+    assert "item" not in str(caught.value)
+
+
 def test_all_options_are_checked_with_the_end_of_text(make_task: MakeTask) -> None:
     """The longest option in characters may be a short one in tokens; ö are two bytes, so two tokens."""
     for options, likelihood, problem in (
