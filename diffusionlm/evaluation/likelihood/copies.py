@@ -10,7 +10,7 @@ from them, V vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, gt
@@ -61,12 +61,11 @@ class MaskedCopy:
 
 def count_forwards(copies: Sequence[MaskedCopy]) -> int:
     """Forwards of a single row that compute the copies: a row ``[xt | x0]`` holds one copy of each block of a text."""
-    inputs = {(copy.clean_tokens.tobytes(), copy.input_key) for copy in copies}
-    num_copies = Counter((text, start) for text, (start, _, _) in inputs)
-    num_rows: dict[bytes, int] = {}
-    for (text, _), count in num_copies.items():
-        num_rows[text] = max(count, num_rows.get(text, 0))
-    return sum(num_rows.values())
+    num_copies: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+    """Text -> block -> its different copies."""
+    for text, (start, _, _) in {(copy.clean_tokens.tobytes(), copy.input_key) for copy in copies}:
+        num_copies[text][start] += 1
+    return sum(max(blocks.values()) for blocks in num_copies.values())
 
 
 @torch.no_grad()
