@@ -127,3 +127,17 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
     code, errors = server.end(signal.SIGINT)
     assert code == 130 and "everybody who reaches 0.0.0.0 can use this server" in errors
     assert "[DONE]" not in stream.communicate(timeout=30)[0]
+
+
+def test_a_killed_server_starts_again(folder: Path, server: ServerProcess) -> None:
+    port = server.url.rpartition(":")[2]
+    stream = server.start_stream(max_tokens=400)
+    server.process.kill()
+    server.process.wait()
+    stream.communicate(timeout=30)
+    again = ServerProcess(folder, "--port", port)
+    try:
+        assert json.loads(again.post("/v1/completions", prompt="def ", max_tokens=3))["usage"]["completion_tokens"] == 3
+        assert json.loads(again.curl("/health")) == {"status": "ok"}
+    finally:
+        assert again.end()[0] == 0

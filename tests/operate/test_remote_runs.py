@@ -210,3 +210,21 @@ def test_interrupted_follow_closes_the_connection_and_keeps_the_run(
     assert stderr == (message if number == signal.SIGINT else "")
     assert stubbed.sessions() == session
     stubbed.works("kill-train")
+
+
+def test_attach_shows_the_session_and_leaves_it(stubbed: Remote) -> None:
+    assert "no training runs in" in stubbed.fails("attach-train")
+    stubbed.works("train", *stub(lines=3000))
+    words = ["script", "--quiet", "--return", "--command", "just attach-train", "/dev/null"]
+    environment = {**stubbed.environment, "TERM": "xterm"}
+    with subprocess.Popen(
+        words, cwd=stubbed.tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as terminal:
+        clients = ["tmux", "list-clients", "-t", "diffusionlm"]
+        until(lambda: subprocess.run(clients, env=stubbed.tmux, capture_output=True).stdout, "a client")
+        subprocess.run(["tmux", "detach-client", "-s", "diffusionlm"], env=stubbed.tmux, check=True)
+        output, _ = terminal.communicate(timeout=30)
+    assert terminal.returncode == 0
+    assert b"line 1" in output
+    assert stubbed.sessions().startswith("diffusionlm ")
+    stubbed.works("kill-train")

@@ -299,3 +299,14 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     one, two, three = child_process.read_last_lines(log, 5)
     assert (one, two) == ("  1 %", " 50 %")
     assert three.startswith("error: \ufffd xxx") and three.endswith("x...") and len(three) == 303
+
+
+def test_of_two_equal_trials_that_machines_queued_the_first_counts(small: SmallSweep) -> None:
+    sweep = small.define("1.0,2.0")
+    points = sweep.load_points()
+    with open_study(sweep, points) as opened:
+        opened.add()
+        for trial in opened.study.get_trials():
+            opened.study.enqueue_trial({}, user_attrs=trial.user_attrs)
+        claimed = [opened.claim(pytest.fail) for _ in range(3)]
+    assert [None if trial is None else trial.number for trial in claimed] == [0, 1, None]
