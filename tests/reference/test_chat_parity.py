@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.finetune.chat import ChatRowsConfig
-from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
-from diffusionlm.data.chat.formats import ChatRowParser
-from diffusionlm.data.sources.record_source import BadRecord
 from tokenizer import (
     CHAT_TEMPLATES,
     Tokenizer,
@@ -185,35 +181,6 @@ def test_helpers_of_templates(family: tuple[Path, Any]) -> None:
             options: dict[str, Any] = {"tools": offered_tools, "add_generation_prompt": False}
             text = theirs_of(theirs, chat, chat_template=HELPERS, **options)
             assert render_chat(HELPERS, chat, **options, **tokens) == text
-
-
-@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
-def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any]) -> None:
-    """The context of a training document is the sampler's prompt and what transformers renders; so is the call."""
-    folder, theirs = family
-    ours = load_tokenizer(folder)
-    call = {
-        "type": "function",
-        "function": {"name": "add", "arguments": {"y": 2, "x": {"d": 1, "c": [{"b": 1, "a": 2}]}}},
-    }
-    function = {"name": "add", "parameters": {"type": "object", "properties": {"y": {}, "x": {}}, "required": ["y"]}}
-    tools = [{"type": "function", "function": function}]
-    question = {"role": "user", "content": "2 + 2"}
-    messages: Chat = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    row: dict[str, Any] = {"messages": messages, "tools": tools}
-    config = ChatRowsConfig(turns="last", eos_padding="none")
-    encoder = ChatEncoder(ChatRecords(config, "data.source.chat", "raise"), ours, 1_000)
-    for source in (row, row | {"tools": json.dumps(tools)}):
-        conversation = ChatRowParser(config)(source)
-        assert not isinstance(conversation, BadRecord), conversation
-        (document,), _ = encoder.encode(conversation)
-        prompt = ours.decode(document.tokens[~document.loss_mask].tolist())
-        assert ours.chat_template is not None
-        sampled = encode_chat(ours, ours.chat_template, [question], tools=tools, add_generation_prompt=True)
-        assert document.tokens[~document.loss_mask].tolist() == sampled
-        assert prompt == theirs_of(theirs, [question], tools=tools, add_generation_prompt=True)
-        whole = theirs_of(theirs, messages, tools=tools)
-        assert ours.decode(document.tokens.tolist()) == whole.removesuffix("\n")
 
 
 def test_answers_end_as_transformers_renders_them(family: tuple[Path, Any]) -> None:
