@@ -38,3 +38,8 @@ def shifted(tiny_model: MakeModel) -> Transformer:
 @pytest.fixture(scope="session")
 def autoregressive(tiny_model: MakeModel) -> Transformer:
     return build(tiny_model, logit_alignment="shifted", mask_token_id=None, block_length=1)
+
+
+@pytest.fixture(scope="session")
+def models(diffusion: Transformer, shifted: Transformer, autoregressive: Transformer) -> dict[str, Transformer]:
+    return {"diffusion": diffusion, "shifted": shifted, "autoregressive": autoregressive}

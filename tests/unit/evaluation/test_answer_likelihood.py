@@ -1,4 +1,4 @@
-"""Likelihoods of answers against enumeration, in fp64: exact paths, sampling, packing, bad input."""
+"""Likelihoods of answers against enumeration, windows against `nelbo`, greedy decoding against `generate`; in fp64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.generation import GenerationConfig
 from diffusionlm.evaluation.likelihood.answers import AnswerBuilder
 from diffusionlm.evaluation.likelihood.copies import compute_log_probabilities
 from diffusionlm.evaluation.likelihood.scoring import (
@@ -19,13 +20,18 @@ from diffusionlm.evaluation.likelihood.scoring import (
     OptionScores,
     OptionsRequest,
     score_documents,
+    score_texts,
 )
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches
+from diffusionlm.inference.generate import generate
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import exact_units
 from tests.unit.evaluation.conftest import MASK, VOCAB
 
 CONTEXT = (2, 0, 1)
+TEXT = tuple(np.random.default_rng(3).integers(0, 5, 23).tolist())
 SAMPLED = AnswerLikelihoodConfig(max_enumerated_forwards=1, num_mc_samples=24)
 
 
@@ -91,10 +97,10 @@ def test_enumeration_is_the_bound(
     context: tuple[int, ...],
     answer: tuple[int, ...],
     block_length: int | None,
-    request: pytest.FixtureRequest,
+    models: dict[str, Transformer],
 ) -> None:
     """Also where the answer begins inside a block, and the last block is shorter."""
-    model: Transformer = request.getfixturevalue(which)
+    model = models[which]
     result = score(model, context, answer, AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=15))
     assert result.log_likelihood == pytest.approx(exact_log_likelihood(model, context, answer, block_length), abs=1e-6)
     assert (result.standard_error, result.is_exact, result.num_tokens) == (0.0, True, (len(answer),))
@@ -176,9 +182,9 @@ def test_racing_decides_each_rule(diffusion: Transformer) -> None:
 
 @pytest.mark.parametrize(("which", "block_length"), [("diffusion", None), ("shifted", 2), ("diffusion", 4)])
 def test_batches_orders_and_neighbors_change_nothing(
-    which: str, block_length: int | None, request: pytest.FixtureRequest
+    which: str, block_length: int | None, models: dict[str, Transformer]
 ) -> None:
-    model: Transformer = request.getfixturevalue(which)
+    model = models[which]
     rng = np.random.default_rng(1)
     requests = [
         OptionsRequest(
@@ -217,9 +223,9 @@ def assert_same(a: OptionScores, b: OptionScores) -> None:
 @pytest.mark.parametrize("block_length", [None, 2])
 @pytest.mark.parametrize("which", ["diffusion", "shifted"])
 @torch.no_grad()
-def test_guidance(which: str, block_length: int | None, request: pytest.FixtureRequest) -> None:
+def test_guidance(which: str, block_length: int | None, models: dict[str, Transformer]) -> None:
     """Of two tokens, by the three masks of a plain forward each, with and without the context."""
-    model: Transformer = request.getfixturevalue(which)
+    model = models[which]
     text, scale, shift = [2, 0, 1, 3, 4, 1], 1.5, int(which == "shifted")
     total = 0.0
     for masked in ({4}, {5}, {4, 5}):
@@ -267,6 +273,72 @@ def test_end_of_text(diffusion: Transformer, autoregressive: Transformer, block_
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Whole texts in windows
+
+
+def nelbo_of_windows(model: Transformer, window: int) -> float:
+    """By `nelbo`, a window as a row, in blocks of one token; the first one begins with a token that is not scored."""
+    tokens, total = [0, *TEXT], 0.0
+    for start in range(0, len(tokens) - 1, window - 1):
+        row = torch.tensor([tokens[start : start + window]])
+        total -= nelbo(model, row, torch.arange(row.shape[1])[None] > 0, 1).nats
+    return total
+
+
+@pytest.mark.parametrize("window", [2, 7])
+@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
+def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: str, window: int) -> None:
+    config = AnswerLikelihoodConfig(block_length=1)
+    results = score_texts(models[which], [OptionsRequest((0,), (TEXT[:size],)) for size in (3, 23)], window, config)
+    assert results[1] == pytest.approx(nelbo_of_windows(models[which], window), abs=1e-6)
+    assert 0.0 > results[0] > results[1]
+
+
+def test_bad_texts(models: dict[str, Transformer]) -> None:
+    text = [OptionsRequest((), (TEXT,))]
+    for window in (1, 10_000):
+        with pytest.raises(ValueError, match=f"window = {window} must be between 2 and"):
+            score_texts(models["diffusion"], text, window)
+    for changes in ({"cfg_scale": 0.5}, {"end_of_text": "scored"}):
+        with pytest.raises(ValueError, match="windows of a text have neither guidance nor an end"):
+            score_texts(models["diffusion"], text, config=AnswerLikelihoodConfig.model_validate(changes))
+    with pytest.raises(ValueError, match="has no context"):
+        score_texts(models["shifted"], text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Greedy decoding
+
+
+@pytest.mark.parametrize(
+    ("which", "block_length"),
+    [("diffusion", None), ("shifted", None), ("shifted", 4), ("diffusion", 1), ("autoregressive", 1)],
+)
+def test_greedy_continuations_are_those_of_generate(
+    models: dict[str, Transformer], which: str, block_length: int | None
+) -> None:
+    model, contexts = models[which], [(2, 0, 1, 4), (3, 1), (1, 1, 4)]
+    length = 6
+    values = {"attention": "bidirectional", "block_length": length, "steps": length}
+    if block_length is not None:
+        values = {"attention": "block_causal", "block_length": block_length, "steps": 2 * length}
+    settings = GenerationConfig.model_validate(
+        {"max_new_tokens": length, "stop_token_ids": (), "remasking_strategy": "low_confidence", **values}
+    )
+    config = AnswerLikelihoodConfig(block_length=block_length)
+    requests, expected = [], []
+    for context in contexts:
+        [done] = generate(model, [list(context)], settings)
+        for index in range(-1, length):
+            tokens = list(done.token_ids)
+            if index >= 0:
+                tokens[index] = (tokens[index] + 1) % 5
+            requests.append(OptionsRequest(context, (tuple(tokens),)))
+            expected.append(index < 0)
+    assert greedy_matches(model, requests, config) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
@@ -290,7 +362,7 @@ def test_bad_input(
     options: list[tuple[int, ...]],
     changes: dict[str, object],
     problem: str,
-    request: pytest.FixtureRequest,
+    models: dict[str, Transformer],
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        score_options(request.getfixturevalue(which), context, options, AnswerLikelihoodConfig(**changes))  # type: ignore[arg-type]
+        score_options(models[which], context, options, AnswerLikelihoodConfig(**changes))  # type: ignore[arg-type]
