@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.serving.http.access import bind_socket
 from tests.conftest import MakeModel
 from tokenizer import CHAT_TEMPLATES, train_bpe
 
@@ -141,3 +142,18 @@ def test_a_killed_server_starts_again(folder: Path, server: ServerProcess) -> No
         assert json.loads(again.curl("/health")) == {"status": "ok"}
     finally:
         assert again.end()[0] == 0
+
+
+def test_an_address_in_use(folder: Path) -> None:
+    with bind_socket("127.0.0.1", 0) as bound:
+        bound.listen()
+        port = str(bound.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "cli", "serve", "--model", "runs/quickstart", "--port", port],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and f"serve.port = {port}" in done.stderr and done.stderr.count("\n") == 1
