@@ -25,8 +25,18 @@ class PreparedAttention:
         raise NotImplementedError
 
     def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor, /) -> Tensor:
-        """Softmax attention at flat positions of B * S, [P, N, H]."""
-        return attend_at_positions(self, q_PNH, k_BSKH, v_BSKH, output_positions)
+        """Softmax attention at flat positions of B * S, [P, N, H]; other queries of the [B, Q] rectangle are zero.
+
+        Q is the last output position of any sequence plus one on a CPU, and the full length on a GPU, where reading it
+        would be a sync, and in a compiled graph.
+        """
+        B, L = k_BSKH.shape[:2]
+        Q = L
+        if output_positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            Q = int((output_positions % L).max()) + 1 if len(output_positions) else 1
+        indices_P = output_positions // L * Q + output_positions % L
+        q_TNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy_(0, indices_P, q_PNH)
+        return self(q_TNH.view(B, Q, *q_PNH.shape[1:]), k_BSKH, v_BSKH).flatten(0, 1)[indices_P]
 
     def traceable(self, q_BQNH: Tensor, /) -> PreparedAttention | None:
         """The same attention as tensors and constants only, which torch's compiler can trace. None: there is none.
@@ -48,23 +58,6 @@ class PreparedBatch:
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
         """The attention of each layer, and the position of each input, [1, Q]."""
         raise NotImplementedError
-
-
-def attend_at_positions(
-    attention: PreparedAttention, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor
-) -> Tensor:
-    """Attention at flat positions, [P, N, H], for an attention that needs a [B, Q] rectangle of queries.
-
-    The other queries are zero. Q is the last output position of any sequence plus one on a CPU, and the full length on
-    a GPU, where reading it would be a sync, and in a compiled graph.
-    """
-    B, L = k_BSKH.shape[:2]
-    Q = L
-    if output_positions.device.type == "cpu" and not torch.compiler.is_compiling():
-        Q = int((output_positions % L).max()) + 1 if len(output_positions) else 1
-    flat_indices = output_positions // L * Q + output_positions % L
-    q_BQNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy_(0, flat_indices, q_PNH).view(B, Q, *q_PNH.shape[1:])
-    return attention(q_BQNH, k_BSKH, v_BSKH).flatten(0, 1)[flat_indices]
 
 
 class Attention(nn.Module):
@@ -98,11 +91,8 @@ class Attention(nn.Module):
             q = normalize_and_rotate(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.q_norm, rope)
             return self.o_proj(attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
         q_PNH = self.q_proj(x_BLD.flatten(0, 1)[output_positions]).unflatten(-1, (-1, self.head_dim))
-        cosines, sines = (_gather_positions(table, output_positions, B) for table in rope)
+        # Tables are [B or 1, L, heads, H], equal for all heads.
+        tables = (table[:, :, :1].expand(B, -1, -1, -1).flatten(0, 1) for table in rope)
+        cosines, sines = (table[output_positions] for table in tables)
         q_PNH = normalize_and_rotate(q_PNH, self.q_norm, (cosines, sines))
         return self.o_proj(attention.at_positions(q_PNH, k, v, output_positions).flatten(1))  # type: ignore[no-any-return]
-
-
-def _gather_positions(table: Tensor, output_positions: Tensor, batch: int) -> Tensor:
-    """Rows of a rotary table [B or 1, L, heads, H] at flat positions, for one of its equal heads, [P, 1, H]."""
-    return table[:, :, :1].expand(batch, -1, -1, -1).flatten(0, 1)[output_positions]

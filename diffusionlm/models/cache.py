@@ -63,6 +63,5 @@ class PagedCache:
     def slots(self, pages: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
         """Slots of the positions from ``start`` to ``end`` of a sequence with these pages."""
         positions = np.arange(start, end)
-        return (
-            np.asarray(pages, dtype=np.int64)[positions // self.page_size] * self.page_size + positions % self.page_size
-        )
+        page_of_position = np.asarray(pages, dtype=np.int64)[positions // self.page_size]
+        return page_of_position * self.page_size + positions % self.page_size

@@ -53,10 +53,6 @@ class Tile:
         return (self.end - self.first) * self.width
 
 
-def target_tile_length(dtype: torch.dtype) -> int:
-    return BFLOAT16_TILE_LENGTH if dtype == torch.bfloat16 else TILE_LENGTH
-
-
 def tile_density(tiles: Sequence[Tile], length: int) -> float:
     """Share of all pairs of positions that the tiles compute; 1 is dense."""
     return sum(tile.num_pairs for tile in tiles) / length**2
@@ -78,7 +74,8 @@ def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dty
     changes_BS = ((starts_BSR[:, 1:] != starts_BSR[:, :-1]) | (ends_BSR[:, 1:] != ends_BSR[:, :-1])).any(dim=-1)
     changes = (changes_BS.any(dim=0).nonzero().flatten() + 1).tolist()
     tiles = []
-    for first, end in _tile_bounds(changes, length, length // positions_per_token, target_tile_length(dtype)):
+    target_length = BFLOAT16_TILE_LENGTH if dtype == torch.bfloat16 else TILE_LENGTH
+    for first, end in _tile_bounds(changes, length, length // positions_per_token, target_length):
         low, full_high = minima_2SR[:, first:end].amin(dim=1).tolist()
         high, full_low = maxima_2SR[:, first:end].amax(dim=1).tolist()
         bounds = list(zip(low, high, full_low, full_high, strict=True))

@@ -26,7 +26,7 @@ def tiles_of(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_cover_all_queries_and_end_with_blocks(length: int, block: int, dtype: torch.dtype) -> None:
     tiles = tiles_of(BlockDiffusion(block), 2 * length, dtype)
-    requested = tiled.target_tile_length(dtype)
+    requested = {torch.float32: tiled.TILE_LENGTH, torch.bfloat16: tiled.BFLOAT16_TILE_LENGTH}[dtype]
     assert tiles[0].first == 0 and tiles[-1].end == 2 * length
     for tile, following in pairwise(tiles):
         assert tile.end == following.first
