@@ -1,4 +1,4 @@
-"""Random texts of JSON schemas."""
+"""Random texts of JSON schemas, and texts that an automaton accepts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from diffusionlm.inference.constraints.json_schema import SchemaCompiler
 
 def compile_schema(schema: Any) -> ByteAutomaton:
     return compile_expression(SchemaCompiler().compile_root(schema))
+
+
+def accepts(automaton: ByteAutomaton, text: bytes) -> bool:
+    state = 0
+    for byte in text:
+        state = int(automaton.transitions_SC[state, automaton.byte_classes[byte]])
+        if state == DEAD:
+            return False
+    return bool(automaton.is_accepting_S[state])
 
 
 def write_text(automaton: ByteAutomaton, rng: np.random.Generator, max_length: int = 400) -> str:

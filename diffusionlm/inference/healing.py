@@ -158,22 +158,17 @@ def split_infill(text: str) -> list[tuple[str, int]]:
     Raises:
         ValueError: no masked span, or n is not a number from 1 to `MAX_SPAN_LENGTH`.
     """
-    pieces = []
-    end = 0
+    pieces, end = [], 0
     for match in _MASKED_SPAN.finditer(text):
-        pieces.append((text[end : match.start()], _span_length(match)))
+        number = match[1]
+        if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_SPAN_LENGTH:
+            span = match[0] if len(match[0]) <= 40 else match[0][:37] + "..."
+            raise ValueError(f"{span} is not a masked span: write [MASK:n] with n from 1 to {MAX_SPAN_LENGTH}")
+        pieces.append((text[end : match.start()], int(number)))
         end = match.end()
     if not pieces:
         raise ValueError(f"{text!r} has no masked span: write [MASK:n] for n tokens to fill in")
     return [*pieces, (text[end:], 0)]
-
-
-def _span_length(match: re.Match[str]) -> int:
-    number = match[1]
-    if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_SPAN_LENGTH:
-        span = match[0] if len(match[0]) <= 40 else match[0][:37] + "..."
-        raise ValueError(f"{span} is not a masked span: write [MASK:n] with n from 1 to {MAX_SPAN_LENGTH}")
-    return int(number)
 
 
 def encode_pieces(

@@ -177,8 +177,7 @@ class PageManager:
 
     def can_share(self, request: ActiveRequest) -> bool:
         """Whether keys and values of a page depend on the text up to the end of its last block alone."""
-        is_causal = request.uses_blocks and request.settings.block_causal_length is not None
-        return self.has_prefix_cache and is_causal and not request.has_guidance
+        return self.has_prefix_cache and request.uses_blocks and not request.has_guidance
 
     def _num_pages(self, request: ActiveRequest, length: int) -> int:
         """Pages of all texts of a request up to a length."""

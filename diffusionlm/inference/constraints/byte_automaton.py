@@ -65,14 +65,6 @@ class ByteAutomaton:
     def num_states(self) -> int:
         return len(self.is_accepting_S)
 
-    def accepts(self, text: bytes) -> bool:
-        state = 0
-        for byte in text:
-            state = int(self.transitions_SC[state, self.byte_classes[byte]])
-            if state == DEAD:
-                return False
-        return bool(self.is_accepting_S[state])
-
     def with_prefix(self, prefix: bytes) -> ByteAutomaton:
         """The automaton of the same texts behind a prefix."""
         length = len(prefix)
