@@ -126,9 +126,9 @@ def generate(
     """
     count = len(prompts)
     options = [
-        RequestOptions(allowed_token_ids=allowed, segment_starts=starts, constraints=(constraint,))
+        RequestOptions(allowed_token_ids=allowed or {}, segment_starts=starts, constraints=(constraint,))
         for allowed, starts, constraint in zip(
-            _expand("allowed_token_ids", allowed_token_ids, count, {}),
+            _expand("allowed_token_ids", allowed_token_ids, count, None),
             _expand("segment_starts", segment_starts, count, ()),
             _expand("constraints", constraints, count, None),
             strict=True,
@@ -163,9 +163,9 @@ def infill(
     """
     count = len(canvases)
     all_options = [
-        replace(options, is_infill=True, allowed_token_ids=allowed, constraints=own_constraints)
+        replace(options, is_infill=True, allowed_token_ids=allowed or {}, constraints=own_constraints)
         for allowed, own_constraints in zip(
-            _expand("allowed_token_ids", allowed_token_ids, count, {}),
+            _expand("allowed_token_ids", allowed_token_ids, count, None),
             _expand("constraints", constraints, count, ()),
             strict=True,
         )

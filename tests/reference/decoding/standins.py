@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from config.generation import GenerationConfig
-from config.model import ModelConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
-from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import VarlenBatch
+from tests.conftest import MakeModel
 from tests.reference.decoding.choosing import Array, Choice, Text
 from tests.reference.enumeration import PlainModel, table_config
 
@@ -72,26 +71,11 @@ def table_model(num_tokens: int = TOKENS, seed: int = 0, scale: float = 4.0, **c
     return model
 
 
-def tiny_transformer(seed: int = 0, **config: Any) -> Transformer:
-    """Two layers in fp64, no weight at its default."""
-    shape: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "max_position_embeddings": LONGEST,
-        "vocab_size": TOKENS + 1,
-        "mask_token_id": MASK,
-    }
-    model = Transformer(ModelConfig(**{**shape, **config}))
-    init_weights(model, seed)
-    rng = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5 * torch.randn(parameter.shape, generator=rng))
-    return model.double().eval()
+def tiny_transformer(tiny_model: MakeModel, seed: int = 0, **config: Any) -> Transformer:
+    """Two layers in fp64, of the tokens and the length of the table."""
+    shape = {"vocab_size": TOKENS + 1, "mask_token_id": MASK, "max_position_embeddings": LONGEST}
+    ids = {"eos_token_id": None, "pad_token_id": None}
+    return tiny_model(torch.float64, seed=seed, scale=0.5, **{**shape, **ids, **config}).eval()
 
 
 class Plain:

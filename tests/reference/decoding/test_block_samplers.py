@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from diffusionlm.inference.generate import generate
+from tests.conftest import MakeModel
 from tests.reference.decoding.choosing import LogitsOf, Text
 from tests.reference.decoding.sdar import Rule, block_diffusion_generate
 from tests.reference.decoding.standins import (
@@ -92,9 +93,9 @@ def test_block_diffusion_generate(model: TableModel, rule: Rule, new: int, steps
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_block_diffusion_generate_on_a_transformer(rule: Rule) -> None:
+def test_block_diffusion_generate_on_a_transformer(rule: Rule, tiny_model: MakeModel) -> None:
     """With keys and values that are kept, against a second implementation without any."""
-    model = tiny_transformer(3, block_length=4)
+    model = tiny_transformer(tiny_model, 3, block_length=4)
     plain = Plain(model)
     for seed, prompt in enumerate(PROMPTS[1:]):
         values = FILTERS[seed % 2]

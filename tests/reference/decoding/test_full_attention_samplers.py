@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diffusionlm.inference.generate import generate
+from tests.conftest import MakeModel
 from tests.reference.decoding.llada import (
     Transfer,
     by_count,
@@ -159,9 +160,9 @@ def test_confidences_that_equal_the_threshold(model: TableModel) -> None:
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_fast_dllm_with_a_cache(cache: str, alignment: str) -> None:
+def test_fast_dllm_with_a_cache(cache: str, alignment: str, tiny_model: MakeModel) -> None:
     """A tiny Transformer against a second implementation of it, which holds the keys and values itself."""
-    model = tiny_transformer(3, logit_alignment=alignment)
+    model = tiny_transformer(tiny_model, 3, logit_alignment=alignment)
     plain, strategies = Plain(model), [*TRANSFERS[1:4:2], ({"denoising_steps": 2}, by_count(4, 2))]
     for seed, prompt in enumerate(PROMPTS[1:]):
         for values, (strategy, transfer) in zip(FILTERS[seed : seed + 3], strategies, strict=True):

@@ -16,6 +16,7 @@ from config.generation import GenerationConfig
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.strategies import STRATEGIES
+from tests.conftest import MakeModel
 from tests.reference.decoding.choosing import Array, best, even_counts, softmax
 from tests.reference.decoding.llada import by_factor, by_threshold
 from tests.reference.decoding.sdar import Rule
@@ -86,8 +87,8 @@ def assert_same(first: Sequence[Generation], second: Sequence[Generation]) -> No
 
 @pytest.mark.parametrize("size", [1, 3, 20])
 @pytest.mark.parametrize("values", [{"cfg_scale": 0.7}, {"stop_token_ids": (1,)}], ids=str)
-def test_the_cache_of_other_blocks_is_exact(size: int, values: dict[str, Any]) -> None:
-    model = tiny_transformer(5, block_length=size)
+def test_the_cache_of_other_blocks_is_exact(tiny_model: MakeModel, size: int, values: dict[str, Any]) -> None:
+    model = tiny_transformer(tiny_model, 6, block_length=size)
     config = settings(max_new_tokens=10, remasking_strategy="low_confidence", **values)
     cached = generate(model, PROMPTS[:3], config.model_copy(update={"cache": "block"}), SEEDS[:3])
     assert_same(cached, generate(model, PROMPTS[:3], config, SEEDS[:3]))
