@@ -117,6 +117,11 @@ class TrainConfig(Section):
                 f'runtime.weights = "{self.runtime.weights}" does not combine with {conflict}: set '
                 'runtime.weights = "float32"'
             )
+        if isinstance(self.parallel, FSDP) and self.optimizer.is_quantized:
+            raise ValueError(
+                f'optimizer.kind = "{self.optimizer.kind}" has one scale per block of elements, which '
+                'parallel.strategy = "fsdp" may split: set another optimizer.kind, or parallel.strategy = "ddp"'
+            )
         return self
 
     @model_validator(mode="after")

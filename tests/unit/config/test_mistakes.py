@@ -50,6 +50,10 @@ MISTAKES: dict[str, list[tuple[list[str], list[str]]]] = {
         (["optimizer.rest.head.learning_rate=1e-6"], ["is not a table of muon: name it [optimizer.head]"]),
         (["optimizer.rest.betas=[0.9, 1.0]"], ["must lie in [0, 1)"]),
         (["optimizer.kind=adamw", "optimizer.fallback=true"], ["fallback needs a kind that ends in 8bit"]),
+        (
+            ["parallel.strategy=fsdp", "optimizer={kind='lion8bit', learning_rate=1e-4}"],
+            ['optimizer.kind = "lion8bit"'],
+        ),
         (["schedule.decay_shape=sqrt"], ['decay_shape needs kind = "warmup_stable_decay"']),
         (["schedule.decay_steps=5"], ["was removed; set schedule.decay_fraction"]),
         (["schedule.warmup_steps=99999"], ["must be less than training.max_steps"]),
