@@ -8,15 +8,17 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from config.bench.inference import BenchInferConfig
+from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model, save_model
+from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.loop import train
 from diffusionlm.training.samples import Samples
 from profiling import torch_setup
 from tests.conftest import MakeModel
-from tests.tiny_run import build_changed_run
+from tests.tiny_run import build_changed_run, change_config
 
 
 def test_samples_need_no_cached_form_of_the_backend(config: TrainConfig, tmp_path: Path) -> None:
@@ -50,15 +52,9 @@ def test_the_settings_of_a_command_reach_the_model(
         assert [torch_setup.select_dtype("auto", device) for device in ("cpu", "cuda")] == dtypes
 
 
-def test_a_backend_that_cannot_run_is_an_error_of_the_config(config: TrainConfig, tmp_path: Path) -> None:
-    values = config.model_dump()
-    values["runtime"]["attention_backend"] = "flex"
-    with pytest.raises(ValueError, match=r"runtime.attention_backend.*run.device"):
-        TrainConfig.model_validate(values)
-    for model in ({"attention_backend": "tiled"}, {"attention_backend": "flex"}):
-        with pytest.raises(ValueError, match=r"model.attention_backend.*generation.cache"):
-            InferConfig.model_validate({"model": model, "generation": {"cache": "block"}})
-        policy = {"name": "a", "generation": {"attention": "block_causal"}}
-        bench = {"model": {**model, "path": tmp_path}, "strategies": [policy], "grid": {"caches": ["none", "block"]}}
-        with pytest.raises(ValueError, match=r"model.attention_backend.*grid.caches"):
-            BenchInferConfig.model_validate(bench)
+def test_a_backend_that_cannot_run_is_an_error(config: TrainConfig, tiny_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match=r'"flex" has no backward on the CPU: use "tiled" or "auto"'):
+        train(change_config(config, runtime={"attention_backend": "flex"}))
+    model = tiny_model(backend="tiled", block_length=4)
+    with pytest.raises(ValueError, match=r'"tiled" has no cached form: use "auto", "eager" or "sdpa"'):
+        generate(model, [[1, 2]], GenerationConfig(max_new_tokens=4, cache="block"))
