@@ -12,6 +12,8 @@ from files.json_files import read_json_object, read_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat_templates import ChatTemplate
 from tokenizer.huggingface import (
+    UNSET_ROLES,
+    WELL_KNOWN_TOKENS,
     build_slow_tokenizer_json,
     from_huggingface,
     read_role_token,
@@ -54,6 +56,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """
     folder = Path(directory)
     config = _read_if_there(folder / CONFIG_FILE)
+    if older := _read_if_there(folder / "special_tokens.json"):  # of older versions: the roles it does not set are none
+        config = {UNSET_ROLES: [role for role in WELL_KNOWN_TOKENS if older.get(role) is None], **config}
     path = folder / TOKENIZER_FILE
     if path.is_file():
         contents = read_json_object(path)

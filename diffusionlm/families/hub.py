@@ -18,6 +18,7 @@ DESCRIPTION_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    "special_tokens.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",

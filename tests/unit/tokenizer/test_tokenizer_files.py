@@ -108,6 +108,13 @@ def test_roles_come_from_the_config_first(saved: Path) -> None:
         load_tokenizer(saved)
 
 
+def test_a_role_that_older_files_leave_out_is_none(saved: Path) -> None:
+    (saved / "special_tokens.json").write_text('{"mask_token": "<|mask|>", "eos_token": null}')
+    edit(saved / "tokenizer_config.json", lambda c: c.pop("eos_token"))
+    loaded = load_tokenizer(saved)
+    assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", None)
+
+
 def test_hash_merges_survive(tmp_path: Path) -> None:
     """A line of merges.txt that starts with # is a merge, not a comment."""
     vocab = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
