@@ -141,6 +141,23 @@ def test_a_tokenizer_is_trained_if_no_path_is_set(text_folder: Path, tmp_path: P
     assert read(tmp_path / "again", "train") == read(tmp_path / "made", "train")
 
 
+def test_ids_that_need_more_than_16_bits(text_folder: Path, tmp_path: Path) -> None:
+    """The same tokens with ids from 70,000 on."""
+    plain = load_tokenizer(text_folder / "tokenizer")
+    moved = Tokenizer(
+        {token: number + 70_000 for token, number in plain.vocab.items()},
+        plain.merges,
+        {text: number for number, text in enumerate(plain.special_tokens)},
+        plain.pattern,
+        mask_token=plain.mask_token,
+        eos_token=plain.eos_token,
+    )
+    save_tokenizer(moved, tmp_path / "tokenizer")
+    config = config_of(tmp_path, tmp_path / "made").model_copy(update=source_of(text_folder))
+    assert make_data(config, ignore).dtype == "uint32"
+    assert read(tmp_path / "made", "train") == [[number + 70_000 for number in plain.encode(text)] for text in TRAIN]
+
+
 def test_files_do_not_depend_on_workers_or_chunks(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
