@@ -44,7 +44,7 @@ from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.models.varlen import CachedAttention, SequenceSlice, find_key_limits, find_key_slots, pad_pages
+from diffusionlm.models.varlen import CachedAttention, SequenceSlice, find_input_limits, find_key_slots, pad_pages
 
 LOGGER = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class StaticBatch(PreparedBatch):
         slots_GQ[:] = np.take_along_axis(tables_GP, positions_GQ // size, axis=1) * size + positions_GQ % size
         slots_GQ[~is_input_GQ] = self._scratch_page * size
         limits_GQ[:] = 1
-        limits_GQ[is_input_GQ] = _find_limits(sequences)
+        limits_GQ[is_input_GQ] = find_input_limits(sequences)
         places = [first * Q + part.output_offsets for first, part in zip(firsts.tolist(), sequences, strict=True)]
         values = torch.from_numpy(np.concatenate([inputs_4GQ.ravel(), num_visible_G, tables_GP.ravel()]))
         if self._inputs.is_cuda:
@@ -170,19 +170,6 @@ class StaticBatch(PreparedBatch):
         }  # fmt: skip
         attentions = [_StaticAttention(layer, self._slots_Q, attention_of_window[w]) for layer, w in enumerate(windows)]
         return attentions, self._positions_GQ.view(1, -1)
-
-
-def _find_limits(sequences: Sequence[SequenceSlice]) -> NDArray[np.int64]:
-    """Last visible key of all inputs, plus one: with one computation for sequences that share their pattern."""
-    counts = [sequence.num_inputs for sequence in sequences]
-    positions = np.concatenate([np.arange(sequence.start, sequence.end) for sequence in sequences])
-    limits = np.repeat([sequence.num_visible for sequence in sequences], counts)
-    numbers = np.repeat([id(sequence.pattern) for sequence in sequences], counts)
-    for pattern in {id(sequence.pattern): sequence.pattern for sequence in sequences}.values():
-        own = numbers == id(pattern)
-        ends = find_key_limits(pattern, torch.from_numpy(positions[own])).numpy()
-        limits[own] = np.minimum(limits[own], ends)
-    return limits
 
 
 class _StaticAttention(PreparedAttention):

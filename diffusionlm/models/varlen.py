@@ -209,35 +209,29 @@ class _InputIndices:
     """Positions, slots and key limits of all inputs, copied to the device without waiting for it."""
 
     def __init__(self, batch: VarlenBatch, device: torch.device) -> None:
-        self.cache, self.copies_keys = batch.cache, batch.copies_keys
-        slots, limits, cached_rows = [], [], []
-        self.limits: dict[int, Tensor] = {}
-        """Identity of a sequence -> key limits of its inputs, on the CPU."""
+        self.cache, self.copies_keys, self.device = batch.cache, batch.copies_keys, device
+        limits_Q = find_input_limits(batch.sequences)
+        slots_Q, is_cached_Q = np.zeros_like(limits_Q), np.zeros(len(limits_Q), dtype=bool)
+        self.limits: dict[int, NDArray[np.int64]] = {}
+        """Identity of a sequence -> key limits of its inputs."""
         first_input = first_output = 0
         self.rows: dict[int, tuple[int, int]] = {}
         """Identity of a sequence -> its first row among the inputs, and among the outputs."""
         for part in batch.sequences:
-            positions_Q = torch.arange(part.start, part.end)
-            limit_Q = torch.full_like(positions_Q, part.num_visible)
-            if part.pages is None:
-                slots.append(torch.zeros_like(positions_Q))
-            else:
+            own = slice(first_input, first_input + part.num_inputs)
+            if part.pages is not None:
                 assert batch.cache is not None
-                limit_Q = torch.minimum(limit_Q, find_key_limits(part.pattern, positions_Q))
-                slots.append(torch.from_numpy(batch.cache.slots(part.pages, part.start, part.end)))
-                cached_rows.append(first_input + torch.arange(part.num_inputs))
-            limits.append(limit_Q)
-            self.limits[id(part)] = limit_Q
+                slots_Q[own], is_cached_Q[own] = batch.cache.slots(part.pages, part.start, part.end), True
+            self.limits[id(part)] = limits_Q[own]
             self.rows[id(part)] = (first_input, first_output)
             first_input += part.num_inputs
             first_output += len(part.output_offsets)
-        packed = torch.stack([batch.positions()[0], torch.cat(slots), torch.cat(limits)])
+        packed = torch.from_numpy(np.stack([batch.positions()[0].numpy(), slots_Q, limits_Q]))
         self.positions_Q, self.slots_Q, self.limits_Q = copy_to_device(packed, device).unbind()
         self._cached_rows = None
-        if sum(map(len, cached_rows)) < batch.num_inputs:
-            self._cached_rows = copy_to_device(torch.cat([*cached_rows, torch.zeros(0, dtype=torch.int64)]), device)
+        if not is_cached_Q.all():
+            self._cached_rows = copy_to_device(torch.from_numpy(is_cached_Q.nonzero()[0]), device)
             self.slots_Q = self.slots_Q[self._cached_rows]
-        self.device = device
 
     def write(self, layer: int, k_QKH: Tensor, v_QKH: Tensor) -> None:
         """Write keys and values of the inputs with a cache."""
@@ -248,18 +242,28 @@ class _InputIndices:
         self.cache.write(layer, self.slots_Q, k_QKH, v_QKH)
 
 
-def find_key_limits(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:
-    """Last visible key of each input of a sequence with a cache, plus one.
+def find_input_limits(sequences: Sequence[SequenceSlice]) -> NDArray[np.int64]:
+    """Last visible key of all inputs, plus one: with one computation for the cached sequences of a pattern.
 
     Raises:
-        ValueError: the pattern depends on more than positions.
+        ValueError: a sequence has a cache, and its pattern depends on more than positions.
     """
-    if not isinstance(pattern, Bidirectional | Causal | BlockCausal) or pattern.documents_BL is not None:
-        raise ValueError(
-            f"{type(pattern).__name__}{'' if pattern.documents_BL is None else ' with documents'} cannot be used with "
-            "a cache: a cached sequence is one document; use Bidirectional, Causal or BlockCausal without documents"
-        )
-    return pattern.key_limit(positions_Q[None])[0]
+    counts = [part.num_inputs for part in sequences]
+    positions_Q = np.concatenate([np.arange(part.start, part.end) for part in sequences])
+    limits_Q = np.repeat([part.num_visible for part in sequences], counts)
+    patterns = {id(part.pattern): part.pattern for part in sequences if part.pages is not None}
+    numbers_Q = np.repeat([0 if part.pages is None else id(part.pattern) for part in sequences], counts)
+    for number, pattern in patterns.items():
+        if not isinstance(pattern, Bidirectional | Causal | BlockCausal) or pattern.documents_BL is not None:
+            raise ValueError(
+                f"{type(pattern).__name__}{'' if pattern.documents_BL is None else ' with documents'} cannot be used "
+                "with a cache: a cached sequence is one document; use Bidirectional, Causal or BlockCausal without "
+                "documents"
+            )
+        own = numbers_Q == number
+        ends_1Q = pattern.key_limit(torch.from_numpy(positions_Q[own])[None])
+        limits_Q[own] = np.minimum(limits_Q[own], ends_1Q[0].numpy())
+    return limits_Q
 
 
 def _group_sequences(sequences: Sequence[SequenceSlice], share_kernels: bool) -> list[list[SequenceSlice]]:
@@ -348,7 +352,7 @@ class _CachedSequences:
             num_keys,
             self.rows.select(inputs.positions_Q),
             self.rows.select(inputs.limits_Q),
-            needs_mask=window is not None or any(int(limit_Q.min()) < num_keys for limit_Q in limits),
+            needs_mask=window is not None or any(limit_Q.min() < num_keys for limit_Q in limits),
             window=window,
             requested=requested,
             scale_options=scale_options,
