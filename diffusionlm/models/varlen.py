@@ -226,11 +226,11 @@ class _InputIndices:
             self.rows[id(part)] = (first_input, first_output)
             first_input += part.num_inputs
             first_output += len(part.output_offsets)
-        packed = torch.from_numpy(np.stack([batch.positions()[0].numpy(), slots_Q, limits_Q]))
+        packed = torch.cat([batch.positions(), torch.from_numpy(np.stack([slots_Q, limits_Q]))])
         self.positions_Q, self.slots_Q, self.limits_Q = copy_to_device(packed, device).unbind()
-        self._cached_rows = None
-        if not is_cached_Q.all():
-            self._cached_rows = copy_to_device(torch.from_numpy(is_cached_Q.nonzero()[0]), device)
+        self._cached_rows, cached_rows = None, np.flatnonzero(is_cached_Q)
+        if len(cached_rows) < batch.num_inputs:
+            self._cached_rows = copy_to_device(torch.from_numpy(cached_rows), device)
             self.slots_Q = self.slots_Q[self._cached_rows]
 
     def write(self, layer: int, k_QKH: Tensor, v_QKH: Tensor) -> None:
