@@ -92,7 +92,7 @@ def test_tests_accept_a_new_strategy_schedule_and_optimizer(tree: Path) -> None:
 def test_tests_accept_a_new_source_and_a_new_sink(tree: Path) -> None:
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tree)
-    files = ["tests/unit/data/sources/test_sources.py", "tests/unit/config/test_data_section.py"]
+    files = ["tests/unit/data/sources/test_local_files.py", "tests/unit/config/test_data_section.py"]
     files.append("tests/unit/logger/test_sinks.py")
     run_python(tree, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
 
