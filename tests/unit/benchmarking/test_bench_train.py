@@ -59,6 +59,7 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
     assert load_config(BenchTrainConfig, path) == config
 
 
+@pytest.mark.slow
 def test_memory_by_part() -> None:
     case = make_case()
     memory = measure_memory_in_process(case, OURS)

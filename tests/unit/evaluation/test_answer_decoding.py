@@ -44,6 +44,7 @@ def answer(model: Transformer, tokenizer: Tokenizer, stop: Sequence[str] = (), *
     return result
 
 
+@pytest.mark.slow
 def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -> None:
     """Every piece of the text up to 5 characters: within a token, across tokens and blocks, at position 0."""
     config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[], suppress_token_ids=[19, 20, 21])

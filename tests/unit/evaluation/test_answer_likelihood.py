@@ -157,6 +157,7 @@ def test_common_draws_make_differences_precise(diffusion: Transformer) -> None:
     assert ((ratio_N > 0.7) & (ratio_N < 1.6)).all()
 
 
+@pytest.mark.slow
 def test_racing_decides_each_rule(diffusion: Transformer) -> None:
     """Options of unequal lengths: the race ends once the quotients by length are decided too."""
     rng = np.random.default_rng(2)

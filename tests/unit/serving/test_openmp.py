@@ -28,6 +28,7 @@ print(before, with_team, is_released, num_threads(), torch.equal(x @ x, product)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_the_team_of_a_thread_ends_and_begins_again() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}

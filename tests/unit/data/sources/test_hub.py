@@ -73,6 +73,7 @@ def cached(tmp_path: Path) -> str:
     return "someone/tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "json", "cached"])
 def test_resuming_at_every_position(kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain) -> None:
     if kind == "json":

@@ -154,6 +154,7 @@ def test_errors_name_the_part(schema: Any, message: str) -> None:
         compile_schema(schema)
 
 
+@pytest.mark.slow
 def test_hostile_schemas_end_in_an_error() -> None:
     deep: Any = {"type": "null"}
     for _ in range(200):

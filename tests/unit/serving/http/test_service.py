@@ -66,5 +66,6 @@ def test_owners_take_turns() -> None:
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+@pytest.mark.slow
 def test_the_process_ends_while_a_thread_works() -> None:
     assert subprocess.run([sys.executable, "-c", PROGRAM], timeout=60).returncode == 0

@@ -117,6 +117,7 @@ def functions(calls: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in calls or ()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_random_model_writes_valid_calls(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(4):
