@@ -21,6 +21,8 @@ from config.base import (
     TupleOf,
     check_distinct,
 )
+from files.regular_expression import check_pattern, matches_pattern
+from files.usage_error import prefix_errors
 
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
@@ -79,7 +81,7 @@ class LoraConfig(Section):
         if not value and info.field_name == "targets":
             raise ValueError(f'is empty: name projections such as "q_proj", or "{ALL_LINEAR}"')
         if isinstance(value, str):
-            _check_pattern(value)
+            check_pattern(value)
         return value
 
     @model_validator(mode="after")
@@ -89,10 +91,8 @@ class LoraConfig(Section):
             raise ValueError("layers_to_transform needs names as targets; a regular expression names layers itself")
         for key in ("rank_patterns", "alpha_patterns"):
             for pattern in getattr(self, key):
-                try:
-                    _check_pattern(pattern)
-                except ValueError as error:
-                    raise ValueError(f"{key}: {error}") from error
+                with prefix_errors(key):
+                    check_pattern(pattern)
         return self
 
     def selects(self, module_name: str) -> bool:
@@ -220,30 +220,14 @@ def is_module(module_name: str, name: str) -> bool:
     return module_name == name or module_name.endswith(f".{name}")
 
 
-def _check_pattern(pattern: str) -> None:
-    import regex  # type: ignore[import-untyped, unused-ignore]  # here, so that --help does not wait for it
-
-    try:
-        regex.compile(pattern)
-    except (regex.error, RecursionError) as error:
-        raise ValueError(f"{pattern[:200]!r} is no regular expression: {error}") from error
-
-
 def _matches(pattern: str, module_name: str, key: str) -> bool:
     """Whether a pattern of a key matches a whole name.
 
     Raises:
         ValueError: that takes longer than `MATCH_SECONDS`.
     """
-    import regex  # type: ignore[import-untyped, unused-ignore]
-
-    try:
-        return regex.fullmatch(pattern, module_name, timeout=MATCH_SECONDS) is not None
-    except TimeoutError:
-        raise ValueError(
-            f"lora.{key}: the regular expression {pattern[:200]!r} takes more than {MATCH_SECONDS:g} s for the name "
-            f"{module_name!r}: avoid repetitions within repetitions, such as (a|aa)+, or list names"
-        ) from None
+    with prefix_errors(f"lora.{key}"):
+        return matches_pattern(pattern, module_name, MATCH_SECONDS)
 
 
 def _first_match(patterns: Mapping[str, _Value], module_name: str, key: str) -> _Value | None:
