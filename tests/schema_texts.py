@@ -9,18 +9,11 @@ import numpy as np
 from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, compile_expression
 from diffusionlm.inference.constraints.json_schema import SchemaCompiler
 
+accepts = ByteAutomaton.accepts
+
 
 def compile_schema(schema: Any) -> ByteAutomaton:
     return compile_expression(SchemaCompiler().compile_root(schema))
-
-
-def accepts(automaton: ByteAutomaton, text: bytes) -> bool:
-    state = 0
-    for byte in text:
-        state = int(automaton.transitions_SC[state, automaton.byte_classes[byte]])
-        if state == DEAD:
-            return False
-    return bool(automaton.is_accepting_S[state])
 
 
 def write_text(automaton: ByteAutomaton, rng: np.random.Generator, max_length: int = 400) -> str:

@@ -65,6 +65,15 @@ class ByteAutomaton:
     def num_states(self) -> int:
         return len(self.is_accepting_S)
 
+    def accepts(self, text: bytes) -> bool:
+        """Whether it is one of the texts."""
+        state = 0
+        for byte_class in self.byte_classes[np.frombuffer(text, dtype=np.uint8)]:
+            state = self.transitions_SC[state, byte_class]
+            if state == DEAD:
+                return False
+        return bool(self.is_accepting_S[state])
+
     def with_prefix(self, prefix: bytes) -> ByteAutomaton:
         """The automaton of the same texts behind a prefix."""
         length = len(prefix)
