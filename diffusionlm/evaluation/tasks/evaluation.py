@@ -197,7 +197,11 @@ def summarize_task(task: PreparedTask, results: Sequence[ItemResult]) -> Variant
         num_repeats=num_repeats,
         metrics=metrics | {name: value for result in results for name, value in (result.metrics or {}).items()},
         number_metrics=config.number_metrics,
-        pass_at_k={rule: _estimate_pass_at_k(means[rule], num_repeats) for rule in config.rules if num_repeats > 1},
+        pass_at_k={
+            rule: _estimate_pass_at_k(means[rule], num_repeats)
+            for rule in config.rules
+            if num_repeats > 1 and all(value in (0.0, 1.0) for _, value in values[rule])  # not for shares of an answer
+        },
         shares=shares,
         num_grading_errors=sum(result.error is not None for result in results),
         num_tokens=sum(result.num_tokens for result in results),

@@ -58,7 +58,7 @@ class Gsm8kTask(GenerationTask, ItemTask):
         answer = str(value) if isinstance(value, int | float) else value
         if not isinstance(answer, str):
             raise ValueError(f"the field of answer_field is {value!r}, expected a text or a number")
-        return TaskItem(_read_gold(answer), {"question": question, "answer": answer})
+        return TaskItem(read_gold(answer), {"question": question, "answer": answer})
 
     def grade(self, item: TaskItem, text: str) -> Verdict:
         extracted: dict[str, str | None] = {rule: EXTRACTION_RULES[rule](text) for rule in self.extraction}
@@ -68,8 +68,8 @@ class Gsm8kTask(GenerationTask, ItemTask):
         )
 
 
-def _read_gold(answer: str) -> str:
-    """The number after ####, else in the last box, else the whole text.
+def read_gold(answer: str) -> str:
+    """Return the number after ####, else in the last box, else the whole text.
 
     Raises:
         ValueError: there is none.

@@ -24,6 +24,7 @@ COMPLETION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Beginnings of code that follows a function, as in lm-evaluation-harness 0.4."""
 BODY_INDENTATION = 64
 """Blanks before the body that a prompt without one gets: more than before its last line."""
+AnswerForm = Literal["completion", "code_block"]
 _CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -40,7 +41,7 @@ class HumanEvalTask(GenerationTask, ItemTask):
     prompt_field: NonEmptyStr = "prompt"
     test_field: NonEmptyStr = "test"
     entry_point_field: NonEmptyStr = "entry_point"
-    answer: Literal["completion", "code_block"] = "completion"
+    answer: AnswerForm = "completion"
     """completion: the prompt and the answer together are the program. code_block: the prompt and the first fenced block
     of the answer (or all of it, without one) are, whether the block is the rest of the function or defines it again: it
     may use the prompt's imports and helper functions."""
@@ -68,43 +69,60 @@ class HumanEvalTask(GenerationTask, ItemTask):
         gold = solution if isinstance(solution, str) else ""
         return TaskItem(gold, {**fields, "question": fields["prompt"], "answer": gold})
 
+    @property
+    def runs_code(self) -> bool:
+        return self.run_code
+
     def check_item(self, item: TaskItem) -> None:
-        if not self.run_code:
-            raise ValueError(
-                "run_code = false, and grading executes programs that the model has written, with the rights of your "
-                "user: limits of time, memory and system calls contain accidents, not a determined program. Set "
-                "run_code = true (--run-code) to allow it, best in a container without network"
-            )
-        self.build_candidate(item, "")
-
-    def build_candidate(self, item: TaskItem, text: str) -> CandidateProgram:
-        """The program of an answer with the tests of its item.
-
-        The prompt is trusted: its helper functions are those that the tests use. It may end before the body of its last
-        function, such as ``def f():`` without a docstring. The answer follows it; or, with a line break and without
-        indentation, it is code that defines the function again.
-
-        Raises:
-            ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry
-                point is no name.
-        """
-        prompt, test, entry_point = (item.fields[name] for name in ("prompt", "test", "entry_point"))
-        setup = _complete_prompt(prompt)
-        if not entry_point.isidentifier():
-            raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
-        tests = f"{test}\ncheck({entry_point})\n"
-        error = _find_syntax_error(tests)
-        if error is not None:
-            raise ValueError(f"its test is no valid code ({error}): correct the item")
-        completion = text if self.answer == "completion" else f"\n{find_code_block(text)}"
-        code = completion.lstrip("\r\n")
-        is_program = completion != code and not code.startswith((" ", "\t"))
-        return CandidateProgram((setup if is_program else prompt) + completion, tests, entry_point, setup=setup)
+        check_run_code(self.run_code, "run_code = true (--run-code)")
+        build_candidate(item.fields, "", self.answer)
 
     def grade(self, item: TaskItem, text: str) -> Verdict:
-        result = run_candidate(self.build_candidate(item, text), seconds=self.timeout_seconds)
+        result = run_candidate(build_candidate(item.fields, text, self.answer), seconds=self.timeout_seconds)
         detail = f"{result.status}: {result.detail}".removesuffix(": ")
         return Verdict({"passed": float(result.status == "passed")}, detail=detail)
+
+
+def check_run_code(run_code: bool, remedy: str = "run_code = true") -> None:
+    """Check that the execution of programs of a model is allowed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not run_code:
+        raise ValueError(
+            "run_code = false, and grading executes programs that the model has written, with the rights of your "
+            "user: limits of time, memory and system calls contain accidents, not a determined program. Set "
+            f"{remedy} to allow it, best in a container without network"
+        )
+
+
+def build_candidate(fields: Mapping[str, Any], text: str, answer: AnswerForm) -> CandidateProgram:
+    """The program of an answer with the tests of its item.
+
+    The prompt is trusted: its helper functions are those that the tests use. It may end before the body of its last
+    function, such as ``def f():`` without a docstring. The answer follows it; or, with a line break and without
+    indentation, it is code that defines the function again.
+
+    Args:
+        fields: of the item: prompt, test and entry_point.
+
+    Raises:
+        ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
+            no name.
+    """
+    prompt, test, entry_point = (fields[name] for name in ("prompt", "test", "entry_point"))
+    setup = _complete_prompt(prompt)
+    if not entry_point.isidentifier():
+        raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
+    tests = f"{test}\ncheck({entry_point})\n"
+    error = _find_syntax_error(tests)
+    if error is not None:
+        raise ValueError(f"its test is no valid code ({error}): correct the item")
+    completion = text if answer == "completion" else f"\n{find_code_block(text)}"
+    code = completion.lstrip("\r\n")
+    is_program = completion != code and not code.startswith((" ", "\t"))
+    return CandidateProgram((setup if is_program else prompt) + completion, tests, entry_point, setup=setup)
 
 
 def find_code_block(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -88,13 +89,20 @@ class PromptConfig(Section):
 class ScoredTask:
     """What all kinds have: metrics."""
 
-    number_metrics: ClassVar[tuple[str, ...]] = LIKELIHOOD_METRICS
-    """Names of metrics that are no shares in [0, 1], and not shown in percent."""
-
     @property
     def rules(self) -> tuple[str, ...]:
         """Metrics in [0, 1] that every verdict has, the main one first."""
         return ()
+
+    @property
+    def number_metrics(self) -> tuple[str, ...]:
+        """Names of metrics that are no shares in [0, 1], and not shown in percent."""
+        return LIKELIHOOD_METRICS
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether grading executes programs that the model has written."""
+        return False
 
     def measure(self, result: ItemResult) -> Mapping[str, float]:
         """Values of an answer whose means over items are metrics."""
@@ -167,6 +175,11 @@ class ItemTask(Section, ScoredTask):
             ValueError: a field is missing or malformed.
         """
 
+    @property
+    def input_files(self) -> tuple[Path, ...]:
+        """Files that results depend on: items, examples."""
+        return tuple(path for path in (self.data, self.prompt_config.shots_data) if path is not None)
+
     def read_source(self) -> list[TaskItem]:
         """Read the items of a kind without a file."""
         raise NotImplementedError
@@ -185,6 +198,11 @@ class GenerationTask(Section):
     default_new_tokens: ClassVar[int] = 256
     if TYPE_CHECKING:  # each kind declares this with its own default and help
         stop: tuple[str, ...]
+
+    @property
+    def fills_masks(self) -> bool:
+        """Whether answers fill the spans ``[MASK:n]`` of the prompt."""
+        return False
 
     def resolve_length(self) -> GenerationConfig:
         """The generation section with the number of new tokens that is the task's default."""

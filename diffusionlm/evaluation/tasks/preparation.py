@@ -13,7 +13,6 @@ from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.likelihood.answers import AnswerBuilder
-from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
@@ -56,7 +55,7 @@ def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
     Raises:
         ValueError: something does not fit; names the variant, the task or the file.
     """
-    if any(isinstance(task, HumanEvalTask) and task.run_code for variant in variants for task in variant.tasks):
+    if any(task.runs_code for variant in variants for task in variant.tasks):
         try:
             probe_isolation()
         except RuntimeError as error:

@@ -17,7 +17,7 @@ from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_items_of_file
-from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.healing import HealedText, split_infill
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.requests import PreparedRequest
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
@@ -134,7 +134,10 @@ class PreparedItems:
         Raises:
             ValueError: a field is missing, the chat template rejects the chat, or the prompt does not fit the model.
         """
-        if self.chat_template is None:
+        assert isinstance(self.config, GenerationTask)
+        if self.config.fills_masks:
+            prompt = self.requests.encode_spans(split_infill(self.text(item)))
+        elif self.chat_template is None:
             prompt = HealedText(self._encoder.encode(self.text(item)))
         else:
             prompt = self.requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))

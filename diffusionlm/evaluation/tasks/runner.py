@@ -30,7 +30,6 @@ from diffusionlm.checkpoints.model_files import (
 from diffusionlm.data.sources.local_files import find_files
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, list_answers, summarize_task
-from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, Variant
 from diffusionlm.evaluation.tasks.results import (
@@ -164,7 +163,7 @@ class TaskRun:
                 )
                 results.append(result)
         tasks = [task for variant in self.variants for task in variant.prepared]
-        runs_code = any(isinstance(task.config, HumanEvalTask) for task in tasks)
+        runs_code = any(task.config.runs_code for task in tasks)
         return EvaluationResults(
             results=tuple(results),
             item_ids={task.name: tuple(item.id for item in task.items) for task in self.variants[0].prepared},
@@ -227,10 +226,9 @@ def _hash_inputs(task: PreparedTask) -> dict[str, str]:
     if isinstance(task, PreparedText):
         return {"data": _hash(_hash_source(task.config.text_config.source)), "prompt": ""}
     config = task.config
-    paths = [path for path in (config.data, task.prompt.shots_data) if path is not None]
     chat = "" if task.chat_template is None else task.chat_template.source
     return {
-        "data": _hash([*_hash_source(getattr(config, "source", None)), *map(hash_file, paths)]),
+        "data": _hash([*_hash_source(getattr(config, "source", None)), *map(hash_file, config.input_files)]),
         "prompt": _hash([task.template, task.answer_template, task.delimiter, chat]),
     }
 
