@@ -131,6 +131,10 @@ class GenerationConfig(StrategyOptions):
     """Distribution that confidences are computed from. filtered: after temperature (1 if it is 0), top_k, top_p and
     min_p. unfiltered: the model's own. None: unfiltered for the strategies of LLaDA and Fast-dLLM, filtered for those
     of SDAR, Dream and P2."""
+    confidence_of: Literal["sampled", "most_probable"] = "sampled"
+    """Token whose probability is the confidence of a masked position, for strategies that use it. sampled: the proposed
+    one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
+    reinforcement learning needs. The same at temperature 0."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diffusionlm.inference.decoder import Decoder
+from diffusionlm.inference.generate import Trajectory, to_trajectory
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
@@ -28,6 +29,8 @@ class DecodedAnswer:
     """stop: a stop token or a stop string ended it. length: every position was decoded."""
     num_forwards: int
     """Forwards that the request took part in, until the stop was final."""
+    trajectory: Trajectory
+    """All that was decoded until then."""
 
 
 def decode_answers(
@@ -63,5 +66,6 @@ def decode_answers(
                         token_ids=tuple(token.token_id for token in tokens),
                         finish_reason="stop" if text.is_stopped or request.stop_index is not None else "length",
                         num_forwards=request.num_forwards,
+                        trajectory=to_trajectory(request),
                     ),
                 )

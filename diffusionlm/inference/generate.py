@@ -8,9 +8,12 @@ forwards, and leaves the batch when it is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.constraints.compiler import TokenConstraint
@@ -31,6 +34,39 @@ from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """How a request was decoded: what training on its answer needs, to compute the same probabilities again.
+
+    Arrays have the L positions of the whole canvas: the prompt, the answer, its stop token and what lies behind it, as
+    far as the last block was decoded.
+    """
+
+    tokens_L: NDArray[np.int64]
+    """Token ids; a placeholder where no forward committed a token."""
+    is_given_L: NDArray[np.bool_]
+    """True for the prompt, or what a canvas has beside its masks."""
+    step_map_L: NDArray[np.int64]
+    """The request's forward, from 1 on, that committed each token; 0: given, drafted, or never committed."""
+    logprobs_L: NDArray[np.float64]
+    """Log-probability of each committed token (`Generation.logprobs`); nan elsewhere."""
+    text_length: int
+    """Positions up to the stop token, which is the last of them, or up to the last final token; else those that were
+    asked for."""
+    seed: int
+    """Of the request: its random numbers are a function of (seed, position, step)."""
+
+    @property
+    def committed_positions(self) -> NDArray[np.int64]:
+        """Positions of the tokens that forwards committed, ascending."""
+        return np.flatnonzero(self.step_map_L)
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of all committed tokens, in nats."""
+        return float(self.logprobs_L[self.committed_positions].sum())
 
 
 @dataclass(frozen=True)
@@ -57,6 +93,8 @@ class Generation:
     choice_logprobs: tuple[tuple[float, ...], ...] = ()
     """Log-probability of each choice of each span (`RequestOptions.choices`): the sum over its positions; with a
     constraint given that it is met, and -inf for a choice that does not meet it."""
+    trajectory: Trajectory | None = field(default=None, compare=False, repr=False)
+    """The whole canvas with steps and log-probabilities, also of the stop token and what lies behind it."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -291,4 +329,44 @@ def to_generation(request: ActiveRequest) -> Generation:
         step_map=tuple(request.step_map_L[positions].tolist()),
         top_logprobs=request.top_logprobs_at(positions),
         choice_logprobs=request.choice_logprobs,
+        trajectory=to_trajectory(request),
     )
+
+
+def to_trajectory(request: ActiveRequest) -> Trajectory:
+    """What a request has decoded so far."""
+    is_given_L = np.ones(len(request.tokens_L), dtype=np.bool_)
+    is_given_L[request.masked_positions] = False
+    text_length, final_positions = request.prepared.text_length, request.final_positions()
+    if request.stop_index is not None:
+        text_length = int(request.answer_positions[request.stop_index]) + 1
+    elif not (request.is_done or request.options.is_infill):  # a stop string has ended it
+        text_length = int(final_positions[-1]) + 1 if len(final_positions) else int(request.masked_positions[0])
+    return Trajectory(
+        request.tokens_L.copy(),
+        is_given_L,
+        request.step_map_L * ~(is_given_L | request.is_masked_L),
+        request.logprobs_L.copy(),
+        text_length,
+        request.prepared.seed,
+    )
+
+
+def replay(
+    model: Transformer, requests: Sequence[PreparedRequest], trajectories: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """Decode requests again, with the tokens of their trajectories in place of sampled ones.
+
+    The steps are the same, and the log-probabilities are, up to rounding; an engine with ``deterministic`` gives the
+    same bits for each `known_request`.
+
+    Raises:
+        ValueError: the model's probabilities are not finite.
+    """
+    known = map(known_request, requests, trajectories)
+    return [item.trajectory for item in decode(model, list(known)) if item.trajectory is not None]
+
+
+def known_request(request: PreparedRequest, trajectory: Trajectory) -> PreparedRequest:
+    """The request that commits the tokens of a trajectory."""
+    return replace(request, known_tokens_L=trajectory.tokens_L)

@@ -111,14 +111,15 @@ class TokenSampler:
         filtered_NV = filter_logits(logits_NV, config, temperature)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
         tokens_N = choose_tokens(probs_NV, uniforms_N)
+        ranked_N = choose_tokens(probs_NV, None) if config.confidence_of == "most_probable" else tokens_N
         if committed_N is not None:
-            tokens_N = torch.where(committed_N < 0, tokens_N, committed_N)
+            tokens_N, ranked_N = (torch.where(committed_N < 0, own_N, committed_N) for own_N in (tokens_N, ranked_N))
         if measure is None:
             confidence_N = torch.zeros_like(logits_NV[:, 0])
         else:
             is_unfiltered = config.confidence_from == "unfiltered"
             basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
-            confidence_N = measure.compute(basis_NV, tokens_N)
+            confidence_N = measure.compute(basis_NV, ranked_N)
         if known_N is not None:
             tokens_N = known_N
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -165,6 +166,7 @@ def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
         config.top_p,
         config.min_p,
         config.confidence_from,
+        config.confidence_of,
         config.cfg_scale,
         config.defer_token_ids,
     )

@@ -34,7 +34,7 @@ probability. Counts have at most one entry per token. Probabilities are cached, 
 ThresholdComparison = Literal[">", ">="]
 
 STEP_KEYS = ("steps", "denoising_steps")
-CONFIDENCE_KEYS = ("confidence_from", "defer_token_ids")
+CONFIDENCE_KEYS = ("confidence_from", "confidence_of", "defer_token_ids")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,13 @@ from config.load import load_config
 from diffusionlm.inference.strategies import STRATEGIES
 
 COMMON_KEYS = {key for key in vars(GenerationConfig)["__annotations__"] if key in GenerationConfig.model_fields}
-VALUES: dict[str, Any] = {"denoising_steps": 3, "steps": 4, "confidence_from": "filtered", "defer_token_ids": [2]}
+VALUES: dict[str, Any] = {
+    "denoising_steps": 3,
+    "steps": 4,
+    "confidence_from": "filtered",
+    "confidence_of": "most_probable",
+    "defer_token_ids": [2],
+}
 """Key that has no effect with some strategy -> a value that is not the default."""
 
 
