@@ -11,6 +11,7 @@ from config.data import DataConfig
 from config.evaluation.tasks import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
+from config.finetune.rl import RLConfig
 from config.model import BlockOrigin
 from config.model_section import ModelSection
 from config.tokenizer import TokenizerConfig
@@ -32,6 +33,7 @@ class TrainConfig(Section):
     training: TrainingConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     lora: LoraTrainingConfig | None = None
+    rl: RLConfig | None = None
     objective: ObjectiveConfig = MaskedDiffusionConfig()
     optimizer: OptimizerConfig = MuonConfig()
     schedule: LRScheduleConfig = LRScheduleConfig()
@@ -48,6 +50,13 @@ class TrainConfig(Section):
     def row_length(self) -> int:
         """Tokens of a training sequence."""
         return self.data.row_length or self.model.max_position_embeddings
+
+    @property
+    def has_reference(self) -> bool:
+        """The loss compares with the model before training."""
+        if self.rl is not None:
+            return self.rl.kl is not None and self.rl.kl.reference == "start"
+        return isinstance(self.objective, PreferenceConfig) and self.objective.loss.has_reference
 
     @property
     def block_origin(self) -> BlockOrigin:
@@ -186,6 +195,36 @@ class TrainConfig(Section):
                     f"{length} tokens (data.row_length or model.max_position_embeddings; half of it for preferences); "
                     "set a smaller N, or longer rows"
                 )
+
+    @model_validator(mode="after")
+    def _check_rl(self) -> Self:
+        rl, training = self.rl, self.training
+        if rl is None:
+            return self
+        if not isinstance(self.objective, MaskedDiffusionConfig | BlockDiffusionConfig):
+            raise ValueError(
+                f'objective.kind = "{self.objective.kind}": [rl] has a loss of its own, and [objective] says how the '
+                'model was trained: set "masked_diffusion", or "block_diffusion" with its block_length'
+            )
+        if training.max_steps is None:
+            raise ValueError("training.epochs: [rl] has no passes over data; set training.max_steps")
+        if training.batch_size % rl.prompts.repeats:
+            raise ValueError(
+                f"training.batch_size = {training.batch_size} answers of a step must be a multiple of "
+                f"rl.prompts.repeats = {rl.prompts.repeats}, the answers to a prompt"
+            )
+        intervals = {
+            "training.max_steps": training.max_steps,
+            "checkpoint.every_steps": self.checkpoint.every_steps,
+            "validation.every_steps": self.validation.every_steps,
+        }
+        for key, value in intervals.items():
+            if value % rl.inner_steps:
+                raise ValueError(
+                    f"{key} = {value} must be a multiple of rl.inner_steps = {rl.inner_steps}: a run is saved when the "
+                    "next step has new answers"
+                )
+        return self
 
     def _check_preferences(self, loss: PreferenceLossConfig) -> None:
         if self.model.init_from is None:

@@ -15,7 +15,9 @@ from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.multiple_choice import MultipleChoiceTask
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 
-AnyItemTask = Gsm8kTask | HumanEvalTask | MultipleChoiceTask | ClozeTask | ExactMatchTask
+GeneratedTask = Gsm8kTask | HumanEvalTask | ExactMatchTask
+"""Kinds whose answers a model writes: prompts and rewards of reinforcement learning."""
+AnyItemTask = GeneratedTask | MultipleChoiceTask | ClozeTask
 AnyTask = AnyItemTask | PerplexityTask
 TaskConfig = Annotated[AnyTask, Field(discriminator="kind")]
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,6 +81,8 @@ class LoadedStep:
     """Time that the step waited for its batches."""
     buffered_steps: int = 0
     """Steps that the workers had ready when this one was requested; 0 without workers."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """More metrics of the step, with their whole names."""
 
 
 class StepLoader(Protocol):
@@ -93,6 +95,11 @@ class StepLoader(Protocol):
             ValueError: the sources cannot be read, or have no documents.
             ChildProcessError: a worker ended.
         """
+
+    @property
+    def can_resume(self) -> bool:
+        """A run can continue from the state after the last step. False: only after a later one."""
+        return True
 
     def prefetch(self, step: int) -> None:
         """Prepare the next step while the device computes, if the loader can."""

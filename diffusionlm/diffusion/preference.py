@@ -9,8 +9,10 @@ Shapes: B rows, L tokens, Q = 2 B answers of M tokens at most, P pairs or labele
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -192,26 +194,87 @@ class PreferenceResults:
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
-    """A loss, and the model before preference training, on the noise of the model that is trained.
+class WeighedLoss:
+    """The loss of a micro-batch as a weighted cross-entropy."""
 
-    A step calls `measure` for all micro-batches, then `add_weights` before the forward and backward of each. That
-    forward computes the gradient, so no activations are kept for several forwards.
+    loss_inputs: LossInputs
+    """Their weighted sum has the gradient of the loss."""
+    loss: Tensor
+    """Its value, divided by the denominator of the step, 0-d."""
+    preferences: PreferenceResults | None = None
+    """What is logged of preferences. None: another objective."""
+
+
+class ModelLoss(Protocol):
+    """A loss whose weights depend on what the model computes.
+
+    A step calls `measure` for all micro-batches, without gradient, then `weigh`; then each has its forward and
+    backward with these weights, so no activations are kept for several forwards.
     """
+
+    @property
+    def num_measuring_forwards(self) -> int:
+        """Forwards of `measure`."""
+
+    def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Any:
+        """What `weigh` has to know of a micro-batch."""
+
+    def weigh(
+        self,
+        noised_batches: Sequence[NoisedBatch],
+        loss_inputs: Sequence[LossInputs],
+        measured: Sequence[Any],
+        denominator: float,
+        all_reduce: Callable[[Tensor], Tensor],
+    ) -> list[WeighedLoss]:
+        """The loss of each micro-batch.
+
+        Args:
+            loss_inputs: with the weights of noise, divided by ``denominator``, that of the step.
+            measured: results of `measure`.
+            all_reduce: sums a tensor over all ranks; all of them call it.
+        """
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss, and the model before preference training, on the noise of the model that is trained."""
 
     config: PreferenceLossConfig
     reference: Transformer | None = None
     """None: the trained model as its adapter was at the start, or without it (`before_training`); or none at all."""
 
-    @torch.no_grad()
+    @property
+    def num_measuring_forwards(self) -> int:
+        """Of the model, and of its reference."""
+        return 1 + self.config.has_reference
+
     def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Tensor:
         """The bound of each answer, less that of the reference if the loss has one, [P, 2], fp64."""
-        nelbo_P2 = sum_by_answer(noised_batch, _compute_nll(model, noised_batch, loss_inputs))
+        nelbo_P2 = sum_by_answer(noised_batch, compute_nll(model, noised_batch, loss_inputs))
         if not self.config.has_reference:
             return -nelbo_P2
         reference = model if self.reference is None else self.reference
         with before_training(model) if self.reference is None else nullcontext():
-            return sum_by_answer(noised_batch, _compute_nll(reference, noised_batch, loss_inputs)) - nelbo_P2
+            return sum_by_answer(noised_batch, compute_nll(reference, noised_batch, loss_inputs)) - nelbo_P2
+
+    def weigh(
+        self,
+        noised_batches: Sequence[NoisedBatch],
+        loss_inputs: Sequence[LossInputs],
+        measured: Sequence[Any],
+        denominator: float,
+        all_reduce: Callable[[Tensor], Tensor],
+    ) -> list[WeighedLoss]:
+        """The losses from the bounds of answers. KTO's reference point is a mean over the step and all ranks."""
+        divergence = None
+        if self.config.is_unpaired:
+            divergence = (all_reduce(torch.cat([*measured])[:, 1].sum()) / denominator).clamp(min=0.0)
+        weighed = []
+        for noised_batch, inputs, gains_P2 in zip(noised_batches, loss_inputs, measured, strict=True):
+            inputs, results = self.add_weights(noised_batch, inputs, gains_P2, divergence)
+            weighed.append(WeighedLoss(inputs, results.losses_P.sum() / denominator, results))
+        return weighed
 
     def add_weights(
         self, noised_batch: NoisedBatch, loss_inputs: LossInputs, gains_P2: Tensor, divergence: Tensor | None = None
@@ -232,7 +295,9 @@ class PreferenceLoss:
         return replace(loss_inputs, weights_N=weights_N), results
 
 
-def _compute_nll(model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Tensor:
+@torch.no_grad()
+def compute_nll(model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Tensor:
+    """Negative log-likelihood of each target, [N], in nats, without gradient."""
     output = model(
         noised_batch.inputs_BS,
         pattern=noised_batch.pattern,

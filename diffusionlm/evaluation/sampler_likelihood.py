@@ -97,7 +97,7 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
         ValueError: its order is random, its temperature is not 1 (or 0, read as 1), or it changes the model's
             distributions; names the key.
     """
-    config, strategy = settings.config, settings.strategy
+    strategy = settings.strategy
     if not strategy.has_exact_likelihood:
         names = [name for name, strategy_class in STRATEGIES.items() if strategy_class().has_exact_likelihood]
         default_options = type(strategy)().model_dump()
@@ -107,11 +107,20 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
             f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
             f"{', '.join(names)}, with default options"
         )
-    defaults = GenerationConfig()
+    check_plain_distributions(settings, temperatures=(0.0, 1.0))
+
+
+def check_plain_distributions(settings: DecodingSettings, *, temperatures: Sequence[float]) -> None:
+    """Check that a sampler draws from the model's own distributions.
+
+    Raises:
+        ValueError: it does not; names the key.
+    """
+    config, defaults = settings.config, GenerationConfig()
     others = ("suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas", "attention_bias")
     keys = (*DISTRIBUTION_KEYS, *others)
     is_changed = {key: getattr(config, key) != getattr(defaults, key) for key in keys} | {
-        "temperature": config.temperature not in (0.0, 1.0),
+        "temperature": settings.temperature not in temperatures,
         "attention": config.attention == "prompt_and_own_block",
         "cache": config.cache in ("prefix", "dual"),
     }

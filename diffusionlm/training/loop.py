@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
-from ddp.process_group import process_group
+from ddp.process_group import World, process_group
 from diffusionlm.data.loader import LoadedStep
 from diffusionlm.families.model_directory import resolve_model_directory
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.training.checkpointing.run_directory import RunDirectory, open_run_directory
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.reporting import (
     RunSummary,
@@ -55,8 +55,11 @@ class TrainResult:
     """Input to try the model with: a text with a masked span, a prompt, or a question."""
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, build: Callable[[TrainConfig, RunDirectory, World], Run] = build_run) -> TrainResult:
     """Train as the config says, or resume the run in ``run.directory``. Under torchrun every rank calls this.
+
+    Args:
+        build: builds the parts of the run.
 
     Raises:
         ValueError: the user can fix it; the text names the config key or the file.
@@ -70,7 +73,7 @@ def train(config: TrainConfig) -> TrainResult:
         open_run_directory(config, world) as directory,
         StopRequest(is_distributed=not world.is_single_process) as stop,
     ):
-        run = build_run(config, directory, world)
+        run = build(config, directory, world)
         resume_run(run)
         if run.is_complete and world.run_on_first(directory.summary.is_file):
             reason = f": {run.early_stopping.describe()}" if run.early_stopping.is_due else ""
@@ -166,7 +169,7 @@ def find_due_actions(run: Run, stop: StopRequest) -> set[Action]:
     """Return the actions that follow the completed step. Intervals are in steps; 0 means never."""
     config, step = run.config, run.progress.step
     is_last = run.is_complete
-    is_end = is_last or stop.signal is not None
+    is_end = is_last or (stop.signal is not None and run.loader.can_resume)
     is_best = config.checkpoint.keep_best and run.early_stopping.best_step == step
 
     def is_multiple(interval: int) -> bool:

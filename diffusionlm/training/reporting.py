@@ -180,6 +180,7 @@ def collect_data_metrics(run: Run, loaded: LoadedStep) -> dict[str, Any]:
         "data/tokens_per_second": loaded.tokens_per_second,
         "data/wait_seconds": loaded.wait_seconds,
         "data/buffered_steps": loaded.buffered_steps,
+        **loaded.metrics,
         **{f"data/skipped/{reason}": count for reason, count in sorted(counts.items())},
     }
 
@@ -197,7 +198,7 @@ def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float
     if peak is None:
         return None
     factors = None if lora is None else measure_adapter(lora, model).factors_in_flops
-    measuring = 0 if run.state.preferences is None else run.state.preferences.config.has_reference + 1
+    measuring = 0 if run.state.model_loss is None else run.state.model_loss.num_measuring_forwards
     flops = (compute_batch_flops(model, batch, factors, num_measuring_forwards=measuring) for batch in noised_batches)
     return sum(flops) / peak
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviati
 from diffusionlm.diffusion.preference import PreferenceLoss
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.models.lora import start_values
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
@@ -48,6 +49,7 @@ from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import Prefetcher, StepSettings, TrainState, autocast
 from files.terminal_text import print_message
+from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
 
@@ -234,41 +236,46 @@ def build_train_state(
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
-    preferences = build_preference_loss(config, builder, world, device, precision)
+    reference = build_reference(config, builder, world, device, precision)
+    loss = PreferenceLoss(config.objective.loss, reference) if isinstance(config.objective, PreferenceConfig) else None
     perturbations = build_perturbations(config, model)
-    return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, preferences)
+    return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, reference, loss)
 
 
-def build_preference_loss(
+def build_reference(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
-) -> PreferenceLoss | None:
-    """The loss of preferences, with the model before training as reference. None: another objective.
+) -> Transformer | None:
+    """A frozen copy of the model before training, or of `rl.kl.model`, that the loss compares with; its matrices have
+    the dtype of their products, in which it computes what the float32 model does. Under FSDP it is divided like the
+    model. None: the loss compares with nothing, or with the trained model itself without its adapter, if that is all
+    that is trained.
 
-    The reference is the trained model itself without its adapter, if that is all that is trained. Else it is another
-    one; its matrices have the dtype of their products, in which it computes what the float32 model does. Under FSDP it
-    is divided like the model.
+    Raises:
+        ValueError: `rl.kl.model` is of another architecture.
     """
-    objective = config.objective
-    if not isinstance(objective, PreferenceConfig):
+    directory = None if config.rl is None or config.rl.kl is None else config.rl.kl.model
+    if directory is not None:
+        with prefix_errors(f"rl.kl.model = {directory}"):
+            directory = resolve_model_directory(directory)
+            config.model.check_same_architecture(read_model_config(directory))
+            builder = replace(builder, directory=directory, adapter=None)
+    elif not config.has_reference or (config.lora is not None and not config.lora.trains_base):
         return None
-    if not objective.loss.has_reference or (config.lora is not None and not config.lora.trains_base):
-        return PreferenceLoss(objective.loss)
     if isinstance(config.parallel, FSDP):
         model = builder.build_on_meta().requires_grad_(requires_grad=False)
         parallelize(model, config, world, device, precision).materialize(builder.values)
-        return PreferenceLoss(objective.loss, model)
+        return model
     model = builder.build(torch.device("cpu") if config.lora is None else device)
     for matrix in select_block_matrices(model).values() if config.lora is None else ():
         matrix.data = matrix.data.to(precision)
-    return PreferenceLoss(objective.loss, model.requires_grad_(requires_grad=False).to(device))
+    return model.requires_grad_(requires_grad=False).to(device)
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
     digests = {name: TensorDigest.from_tensor(value) for name, value in start_values(state.model).items()}
     if digests:
         return BaseFingerprint("", digests)
-    has_reference = state.preferences is not None and state.preferences.reference is not None
-    return builder.fingerprint_directory() if has_reference else None
+    return builder.fingerprint_directory() if state.reference is not None else None
 
 
 def build_step_settings(

@@ -226,7 +226,8 @@ def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
     """The training section of the model card, as of now; later steps do not change it."""
     config, training, init_from = run.config, run.config.training, run.config.model.init_from
     total_weight = sum(component.weight for component in run.components)
-    command = "diffusionlm-train" if isinstance(config.parallel, SingleProcess) else "diffusionlm-train-ddp"
+    command = "diffusionlm-train" if config.rl is None else "diffusionlm-rl"
+    command = command if isinstance(config.parallel, SingleProcess) else "diffusionlm-train-ddp"
     sections, base, commit = {"Objective": to_toml(config.objective)}, None, ""
     if config.lora is not None and init_from is not None:
         sections["Adapter"] = to_toml(config.lora.model_copy(update={"init_from": None}))

@@ -20,7 +20,7 @@ from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfi
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.packing import Row
 from diffusionlm.data.sources import read_reference_answers
-from diffusionlm.inference.generate import Generation, decode
+from diffusionlm.inference.generate import Trajectory, decode
 from diffusionlm.inference.healing import HealedText, encode_pieces, split_infill
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.requests import PreparedRequest
@@ -199,26 +199,20 @@ class Samples:
         if not self.requests:
             return
         results = decode(model, self.requests)
-        for text, request, result in zip(self.texts, self.requests, results, strict=True):
-            values = self._describe_sample(text, request, result)
+        for text, result in zip(self.texts, results, strict=True):
+            assert result.trajectory is not None
+            values = self.describe(text, result.trajectory, is_stopped=result.finish_reason == "stop")
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
 
-    def _describe_sample(self, text: str, request: PreparedRequest, result: Generation) -> dict[str, Any]:
-        """``given``, ``filled`` and its ``tokens`` as text. For each token ``step_map``, the forward (from 1) that
-        committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
-        token_ids = list(result.token_ids)
-        if not request.options.is_infill:
-            token_ids = [*request.canvas_L[: request.masked_positions[0]].tolist(), *token_ids]
-        masked_positions = (request.masked_positions[: len(result.step_map)] - self.num_hidden).tolist()
-        tokens = token_texts(self.tokenizer, token_ids[self.num_hidden :])
-        step_map = dict(zip(masked_positions, result.step_map, strict=True))
-        finite_logprobs = (logprob if math.isfinite(logprob) else None for logprob in result.logprobs)
-        logprobs = dict(zip(masked_positions, finite_logprobs, strict=True))
-        positions = range(len(tokens))
+    def describe(self, text: str, trajectory: Trajectory, *, is_stopped: bool) -> dict[str, Any]:
+        """``given``, ``filled`` and its ``tokens`` as text, without a stop token. For each token ``step_map``, the
+        forward (from 1) that committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
+        shown = slice(self.num_hidden, trajectory.text_length - is_stopped)
+        tokens = token_texts(self.tokenizer, trajectory.tokens_L[shown].tolist())
         return {
             "given": text,
             "filled": "".join(tokens),
             "tokens": tokens,
-            "step_map": [step_map.get(position) for position in positions],
-            "logprobs": [logprobs.get(position) for position in positions],
+            "step_map": [step or None for step in trajectory.step_map_L[shown].tolist()],
+            "logprobs": [value if math.isfinite(value) else None for value in trajectory.logprobs_L[shown].tolist()],
         }

@@ -17,7 +17,7 @@ from ddp.process_group import World
 from diffusionlm.data.loader import LoadedStep, StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
-from diffusionlm.diffusion.preference import PreferenceLoss
+from diffusionlm.diffusion.preference import ModelLoss, WeighedLoss
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -45,8 +45,11 @@ class TrainState:
     spike_guard: SpikeGuard
     perturbations: tuple[Perturbation, ...] = ()
     """Noise that only training has: dropout of adapters, noise on the mask token's embedding."""
-    preferences: PreferenceLoss | None = None
-    """The loss of preferences, with its reference. None: another objective."""
+    reference: Transformer | None = None
+    """Frozen model that the loss compares with. None: it has none, or the trained model without its adapter, or as that
+    was at the start, is the reference."""
+    model_loss: ModelLoss | None = None
+    """The loss, if its weights depend on the model. None: they are those of the noise."""
 
 
 @dataclass(frozen=True)
@@ -157,63 +160,56 @@ def backward_micro_batches(
     """
     num_micro_batches = len(batch.noised_batches)
     load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * state.parallel.world.size)
-    gains, divergence = measure_preferences(state, batch, settings)
+    weighed_losses = weigh_micro_batches(state, batch, settings)
     sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
     loss, load_balancing_loss = sums
     for index, noised_batch in enumerate(batch.noised_batches):
-        noised_batch, preferences = noised_batch.to(settings.device), None
-        loss_inputs = replace(
-            settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
-            load_balancing_weight=load_balancing_weight,
-        )
+        noised_batch, weighed = noised_batch.to(settings.device), weighed_losses[index] if weighed_losses else None
+        if weighed is None:
+            loss_inputs = settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator)
+        else:
+            loss_inputs = weighed.loss_inputs
         with ExitStack() as contexts:
             contexts.enter_context(state.parallel.backward(is_last=index == num_micro_batches - 1))
             for perturb in state.perturbations:
                 contexts.enter_context(perturb(batch.step, noised_batch))
-            if state.preferences is not None:
-                weighted = state.preferences.add_weights(noised_batch, loss_inputs, gains[index], divergence)
-                loss_inputs, preferences = weighted
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,
                     pattern=noised_batch.pattern,
                     output_positions=noised_batch.positions_N,
-                    loss_inputs=loss_inputs,
+                    loss_inputs=replace(loss_inputs, load_balancing_weight=load_balancing_weight),
                 )
             with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
         monitor.add_micro_batch(noised_batch, output.nll_N)
-        if preferences is not None:
-            monitor.add_preferences(preferences)
+        if weighed is not None and weighed.preferences is not None:
+            monitor.add_preferences(weighed.preferences)
         state.master_weights.accumulate_gradients()
-        loss += output.loss_sum.detach() if preferences is None else preferences.losses_P.sum() / batch.loss_denominator
+        loss += output.loss_sum.detach() if weighed is None else weighed.loss
         if output.load_balancing_loss is not None:
             load_balancing_loss += output.load_balancing_loss.detach()
     state.parallel.world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
 
 
-def measure_preferences(
-    state: TrainState, batch: StepBatch, settings: StepSettings
-) -> tuple[list[Tensor], Tensor | None]:
-    """Compute what the losses of all micro-batches compare, and KTO's reference point: it is a mean over the step and
-    all ranks, so this comes before the first backward."""
-    gains: list[Tensor] = []
-    if state.preferences is None:
-        return gains, None
-    for noised_batch in batch.noised_batches:
-        noised_batch = noised_batch.to(settings.device)
-        loss_inputs = settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator)
+def weigh_micro_batches(state: TrainState, batch: StepBatch, settings: StepSettings) -> list[WeighedLoss]:
+    """Compute the losses of all micro-batches before the first backward, where they depend on the model; else none."""
+    if state.model_loss is None:
+        return []
+    noised_batches = [noised_batch.to(settings.device) for noised_batch in batch.noised_batches]
+    loss_inputs = [
+        settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator) for noised_batch in noised_batches
+    ]
+    measured = []
+    for noised_batch, inputs in zip(noised_batches, loss_inputs, strict=True):
         with ExitStack() as contexts:
             for perturb in state.perturbations:
                 contexts.enter_context(perturb(batch.step, noised_batch))
             with nvtx.annotate("reference"), autocast(settings):
-                gains.append(state.preferences.measure(state.model, noised_batch, loss_inputs))
-    if not state.preferences.config.is_unpaired:
-        return gains, None
-    sum_mismatched = torch.cat(gains)[:, 1].sum()
-    state.parallel.world.all_reduce_on_device(sum_mismatched)
-    return gains, (sum_mismatched / batch.loss_denominator).clamp(min=0.0)
+                measured.append(state.model_loss.measure(state.model, noised_batch, inputs))
+    all_reduce = state.parallel.world.all_reduce_on_device
+    return state.model_loss.weigh(noised_batches, loss_inputs, measured, batch.loss_denominator, all_reduce)
 
 
 def autocast(settings: StepSettings) -> torch.autocast:

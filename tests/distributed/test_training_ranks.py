@@ -153,16 +153,16 @@ def test_two_ranks_train_on_preferences_as_one(strategy: str, loss: str, tiny_mo
     sections: dict[str, Any] = {"training": {"micro_batch_size": 1, "max_steps": 3}, "objective": {"loss": loss}}
     one = configure_preferences(tmp_path, "one", **sections)
     two = configure_preferences(tmp_path, "two", **sections, parallel=STRATEGIES[strategy])
-    build: Any = run_module.build_preference_loss
+    build: Any = run_module.build_reference
 
     def build_divided(*args: Any) -> Any:
-        preferences = build(*args)
+        reference = build(*args)
         if strategy == "fsdp":
-            assert all(value.to_local().numel() < value.numel() for value in preferences.reference.parameters())
-        return preferences
+            assert all(value.to_local().numel() < value.numel() for value in reference.parameters())
+        return reference
 
     loop.train(one)
-    with patch.object(run_module, "build_preference_loss", build_divided):
+    with patch.object(run_module, "build_reference", build_divided):
         assert train_on(two, tmp_path) == [3, 3]
     check_equal(two, one, 1e-4)
 

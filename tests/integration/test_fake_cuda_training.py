@@ -34,7 +34,7 @@ ALLOWED_WAITS = {
     # at the start
     "diffusionlm/training/setup.py:build": "the weights are copied to the GPU",
     "diffusionlm/training/adapters.py:add_to": "weights are quantized on the GPU, one after the other",
-    "diffusionlm/training/run.py:build_preference_loss": "the reference of preferences is copied to the GPU",
+    "diffusionlm/training/run.py:build_reference": "the reference of preferences is copied to the GPU",
     # in logged steps
     "diffusionlm/training/metrics.py:read": "loss, gradient norm and sums over scored positions of a step before",
     # in validations, which read each forward

@@ -83,7 +83,7 @@ def test_other_losses_of_pairs_learn(loss: dict[str, Any], configure: Configure)
     config = configure("run", objective={"loss": loss}, training={"max_steps": 8})
     with patch.object(run_module, "PreferenceLoss", wraps=PreferenceLoss) as build:
         train(config)
-    assert (len(build.call_args.args) == 1) == (loss["kind"] in ("simpo", "orpo"))
+    assert (build.call_args.args[1] is None) == (loss["kind"] in ("simpo", "orpo"))
     assert metrics(config, "loss")[-1] < metrics(config, "loss")[0] - 0.01
     assert loss["kind"] == "orpo" or metrics(config, "preference_margin")[-1] > metrics(config, "preference_margin")[0]
     margins = [metrics(config, f"preference_{name}_reward")[-1] for name in ("chosen", "rejected")]
@@ -113,16 +113,16 @@ def test_the_reference_has_the_dtype_of_products(configure: Configure) -> None:
     """It computes the same bits as the model, and takes half the memory."""
     config = configure("run", training={"precision": "bfloat16", "max_steps": 1})
     built: list[Any] = []
-    build = run_module.build_preference_loss
+    build = run_module.build_reference
 
     def build_and_keep(*args: Any) -> Any:
         built.append(build(*args))
         return built[-1]
 
-    with patch.object(run_module, "build_preference_loss", build_and_keep):
+    with patch.object(run_module, "build_reference", build_and_keep):
         train(config)
-    [preferences] = built
-    dtypes = {name: parameter.dtype for name, parameter in preferences.reference.named_parameters()}
+    [reference] = built
+    dtypes = {name: parameter.dtype for name, parameter in reference.named_parameters()}
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == dtypes["model.layers.1.self_attn.q_proj.weight"]
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert dtypes["model.embed_tokens.weight"] == dtypes["model.layers.0.input_layernorm.weight"] == torch.float32

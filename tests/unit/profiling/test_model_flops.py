@@ -123,7 +123,7 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig, monkeypatch:
     draw = objective.build_noised_batch(
         CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), NoiseKey(0, 0, 0, 2)
     )
-    state = SimpleNamespace(model=SimpleNamespace(config=config), preferences=None)
+    state = SimpleNamespace(model=SimpleNamespace(config=config), model_loss=None)
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(device=torch.device("cpu")), state=state, config=SimpleNamespace(lora=None)
     )
