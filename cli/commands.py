@@ -39,6 +39,7 @@ class Command:
 
 train = Command("train", "cli.train", "train a model")
 train_ddp = Command("train-ddp", "cli.train_ddp", "train a model on several ranks, of one machine or of several")
+rl = Command("rl", "cli.train", "reinforcement learning: rewards for answers that the model writes", "reinforce")
 infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill masked spans")
 serve = Command("serve", "cli.serve", "a server with the API of OpenAI")
 evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")

@@ -20,7 +20,7 @@ from diffusionlm.families.model_directory import read_model_config, resolve_mode
 from files.paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
-from files.usage_error import prefix_errors
+from files.usage_error import UsageError, prefix_errors
 from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 from profiling.adapter_size import check_targets
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 NAME = "diffusionlm-train"
+RL_NAME = "diffusionlm-rl"
 
 KEYS = "--print-config prints all keys, --schema what they mean; config/resources/ has configs to begin with"
 
@@ -54,16 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under torchrun this is one rank of several. Only rank 0 reports errors of the command line, and a run that a signal
     stopped returns 0, since torchrun would restart a failed one.
     """
-    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"):
+    example = f"{NAME} --config config/resources/train.toml --set training.max_steps=200"
+    return _run(argv, NAME, "Train a masked diffusion language model.", example)
+
+
+def reinforce(argv: Sequence[str] | None = None) -> int:
+    """Like `main`, for a config with [rl]."""
+    description = "Reinforce a model: it answers prompts, and answers with rewards become more likely."
+    return _run(argv, RL_NAME, description, f"{RL_NAME} --config config/resources/rl_addition.toml")
+
+
+def _run(argv: Sequence[str] | None, name: str, description: str, example: str) -> int:
+    with friendly_errors(name if is_first_rank() else f"{name}, rank {os.environ['RANK']}"):
         with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
             config, arguments = parse_command(
                 TrainConfig,
-                name=NAME,
-                description="Train a masked diffusion language model.",
-                example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200\n\n{KEYS}",
+                name=name,
+                description=description,
+                example=f"{example}\n\n{KEYS}",
                 add_arguments=add_arguments,
                 argv=argv,
             )
+            if name == RL_NAME and config.rl is None:
+                raise UsageError("[rl] is missing: add [rl.prompts], the task whose answers get rewards (docs/rl.md)")
         if is_first_rank():
             prepare(config, is_dry_run=arguments.dry_run)
         if arguments.dry_run:
@@ -177,10 +191,11 @@ def train_as_rank(config: TrainConfig) -> int:
     A run goes on, and succeeds, if the readers of its output go away: its directory has everything.
     """
     # Imported here, so that --help and config errors do not wait for torch.
+    from diffusionlm.rl.run import reinforce_policy
     from diffusionlm.training.loop import train
 
     with memory_errors(MEMORY_REMEDY), redirect_stderr(resilient(sys.stderr)):
-        result = train(config)
+        result = train(config) if config.rl is None else reinforce_policy(config)
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
 CORE_NAMES = (
     "checkpoints", "data", "diffusion", "evaluation", "families", "inference", "kernels", "models", "optim", "serving",
-    "training",
+    "rl", "training",
 )  # fmt: skip
 CORE = {f"diffusionlm.{name}" for name in CORE_NAMES}
 EVERYTHING = CORE | set(TOP_LEVEL)
@@ -50,8 +50,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "diffusionlm.models",
     },
     "diffusionlm.serving": {"tokenizer", "diffusionlm.inference", "diffusionlm.models"},
-    "diffusionlm.training": CORE - {"diffusionlm.kernels", "diffusionlm.serving", "diffusionlm.training"}
+    "diffusionlm.training": CORE
+    - {"diffusionlm.kernels", "diffusionlm.rl", "diffusionlm.serving", "diffusionlm.training"}
     | {"config", "ddp", "logger", "tokenizer"},
+    "diffusionlm.rl": CORE | {"config", "ddp", "logger", "tokenizer"},
     "diffusionlm": CORE | {"tokenizer"},
     "benchmarking": CORE | {"config", "ddp", "diffusionlm", "logger", "tokenizer"},
     "cli": EVERYTHING - {"cli"},

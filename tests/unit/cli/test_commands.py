@@ -75,8 +75,8 @@ json.dump(results, sys.__stdout__)
 CONFIGS = {
     name: ROOT / "config" / "resources" / f"{name.replace('-', '_')}.toml"
     for name in COMMANDS
-    if name not in ("report", "doctor", "sweep", "lm-eval", "data", "pipeline")
-}
+    if name not in ("report", "doctor", "sweep", "lm-eval", "data", "pipeline", "rl")
+} | {"rl": ROOT / "config" / "resources" / "rl_shidoku.toml"}
 """Commands with a config of their own, and a config that is shipped."""
 
 

@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts, rewards, log-probabilities of answers, and policy objectives."""
