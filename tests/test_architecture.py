@@ -68,6 +68,9 @@ OPTION_MODULES = {
 }
 """Classes that bring their own options: the config derives its keys from them, so they stay without torch."""
 
+TASK_KINDS = ("diffusionlm.evaluation.tasks.", "diffusionlm.rl.graded")
+"""What `config.evaluation.tasks` makes its union of."""
+
 NO_SECTIONS = {"config.load"}
 """What belongs to commands; every other file of config/ is a section, or what sections are made of."""
 
@@ -122,7 +125,7 @@ def test_imports_go_one_way() -> None:
         allowed = ALLOWED_IMPORTS[package] | EVERYBODY_MAY_IMPORT | {package}
         for target in imports_of(module):
             is_section = target.split(".")[0] == "config" and target not in NO_SECTIONS
-            is_task_kind = module == "config.evaluation.tasks" and target.startswith("diffusionlm.evaluation.tasks.")
+            is_task_kind = module == "config.evaluation.tasks" and target.startswith(TASK_KINDS)
             is_option_module = is_task_kind or (package == "config" and target in OPTION_MODULES)
             if is_section or is_option_module or target.split(".")[0] not in TOP_LEVEL:
                 continue

@@ -17,6 +17,7 @@ from config.finetune.preference import PreferenceLossConfig
 from diffusionlm.diffusion.schedules import NoiseSchedule
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.rl.rewards import RewardConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 STRATEGY_HEADER = ("`remasking_strategy`", "family", "positions committed in a step", "options", "forwards per block")
@@ -64,11 +65,16 @@ def task_table() -> str:
     return kind_table("items and what is measured", (*get_args(AnyItemTask), PerplexityTask), has_options=False)
 
 
+def reward_table() -> str:
+    return kind_table("score of an answer", get_args(get_args(RewardConfig)[0]), has_options=False)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies": ("decoding.md", strategy_table),
     "schedules": ("objectives.md", schedule_table),
     "preferences": ("objectives.md", preference_table),
     "tasks": ("evaluation.md", task_table),
+    "rewards": ("evaluation.md", reward_table),
 }
 
 

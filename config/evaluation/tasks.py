@@ -14,8 +14,9 @@ from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.multiple_choice import MultipleChoiceTask
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
+from diffusionlm.rl.graded import GradedTask
 
-GeneratedTask = Gsm8kTask | HumanEvalTask | ExactMatchTask
+GeneratedTask = Gsm8kTask | HumanEvalTask | ExactMatchTask | GradedTask
 """Kinds whose answers a model writes: prompts and rewards of reinforcement learning."""
 AnyItemTask = GeneratedTask | MultipleChoiceTask | ClozeTask
 AnyTask = AnyItemTask | PerplexityTask

@@ -20,6 +20,7 @@ MAX_FILES = {
     "An optimizer": 2,
     "A data source": 2,
     "A model family": 1,
+    "A reward": 1,
     "A logging sink": 2,
 }
 """Section -> number of files that its example may touch."""

@@ -221,6 +221,14 @@ class GenerationTask(Section):
     def grade(self, item: TaskItem, text: str) -> Verdict:
         """Grade an answer, which has its prefix, if the prompt ends with one. Exceptions become verdicts."""
 
+    def grade_steps(self, item: TaskItem, text: str, steps: Sequence[str]) -> tuple[Verdict, tuple[float, ...] | None]:
+        """Grade an answer of which the text after each decoding step is known, at least one.
+
+        Returns:
+            The verdict, and what each step adds to its first metric; None: steps have no rewards of their own.
+        """
+        return self.grade(item, text), None
+
 
 class LikelihoodTask(Section):
     """A kind whose options are scored after the prompt."""
