@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from config.base import (
     ConfigPath,
     Fraction,
+    HalfOpenFraction,
     NonEmptyStr,
     NonNegativeInt,
     PositiveFloat,
@@ -188,6 +189,12 @@ class ShidokuGrids(Synthetic):
     opener: ClassVar[str] = "synthetic:ShidokuSource"
 
     kind: Literal["shidoku"] = "shidoku"
+    noise: HalfOpenFraction = 0.0
+    """Probability with which each digit of a training document is drawn anew, so that a model of them has something
+    left to learn."""
+    validation_fraction: HalfOpenFraction = 0.0
+    """Share of the grids, selected by a hash, that are in no training document and in all validation documents. 0: both
+    have all grids."""
 
 
 class ChatTasks(Section):

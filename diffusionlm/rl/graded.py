@@ -74,6 +74,11 @@ class GradedTask(GenerationTask, ItemTask):
         return any(isinstance(reward, CodeReward) and reward.run_code for reward in self.rewards)
 
     @property
+    def reads_steps(self) -> bool:
+        """A reward reads the text after each step."""
+        return any(isinstance(reward, PythonReward) for reward in self.rewards)
+
+    @property
     def input_files(self) -> tuple[Path, ...]:
         return (*super().input_files, *(reward.path for reward in self.rewards if isinstance(reward, PythonReward)))
 

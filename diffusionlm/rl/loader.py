@@ -31,7 +31,7 @@ from diffusionlm.training.run import Run
 from diffusionlm.training.step import autocast
 
 LENGTH_MULTIPLE = 16
-"""Rows are padded to a multiple of this."""
+"""Rows are padded to a multiple of this, or to the model's context."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,13 @@ class RolloutLoader(StepLoader):
         advantages_J: NDArray[np.float64],
     ) -> None:
         """Build a micro-batch of each group of rows; an empty one has coefficients 0."""
-        length = -(-max(len(item.text.tokens_L) for group in groups for item in group) // LENGTH_MULTIPLE)
+        longest = max(len(item.text.tokens_L) for group in groups for item in group)
+        context = self.run.state.model.config.max_position_embeddings
+        length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
         batches, tokens, coefficients = [], [], []
         weights_J = np.ones(len(answers_J))
         for group, is_filler in zip(groups, is_empty, strict=True):
-            noised_batch, tokens_N, coefficients_N = build_scored_batch(group, self.layout, length * LENGTH_MULTIPLE)
+            noised_batch, tokens_N, coefficients_N = build_scored_batch(group, self.layout, length)
             batches.append(noised_batch)
             tokens.append(tokens_N)
             coefficients.append(coefficients_N * (not is_filler))
@@ -186,7 +188,7 @@ class RolloutLoader(StepLoader):
                 weights_J[item.first_token + item.row.tokens] = item.row.weight
             if not is_filler:
                 self._num_positions += noised_batch.inputs_BS.numel()
-                self._num_padding += sum(length * LENGTH_MULTIPLE - len(item.text.tokens_L) for item in group)
+                self._num_padding += sum(length - len(item.text.tokens_L) for item in group)
         num_answers = int(answers_J.max(initial=-1)) + 1
         lengths_Q = np.bincount(answers_J, minlength=num_answers).clip(min=1)
         denominator = len(answers_J) if self.config.divisor == "tokens" else num_answers

@@ -6,6 +6,7 @@ of ranks, or of what is decoded at the same time, up to rounding.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from config.train import TrainConfig
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.answer_decoding import DecodedAnswer, decode_answers
 from diffusionlm.evaluation.sampler_likelihood import check_plain_distributions
-from diffusionlm.evaluation.tasks.evaluation import grade
 from diffusionlm.evaluation.tasks.item_task import TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.prompts import PreparedItems
@@ -26,6 +26,7 @@ from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.rl.graded import GradedTask
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
@@ -150,12 +151,26 @@ class PromptSet:
         ]
 
     def _grade(self, group: int, item: TaskItem, request: PreparedRequest, answer: DecodedAnswer) -> Rollout:
-        verdict = grade(self.prepared, item, self.prepared.answer_prefix(item) + answer.text)
-        reward = float("nan") if verdict.error else verdict.is_correct[self.task.rules[0]]
-        rollout = Rollout(group, item, request, answer, reward, error=verdict.error)
+        text, reward, step_rewards, problem = self.prepared.answer_prefix(item) + answer.text, math.nan, None, None
+        try:
+            verdict, step_rewards = self.task.grade_steps(item, text, self._read_steps(answer))
+            reward = next(iter(verdict.is_correct.values()))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        rollout = Rollout(group, item, request, answer, reward, step_rewards, problem)
         if rollout.is_overlong and self.config.overlong != "keep":
-            return replace(rollout, reward=0.0 if self.config.overlong == "zero" else float("nan"), step_rewards=None)
+            return replace(rollout, reward=0.0 if self.config.overlong == "zero" else math.nan, step_rewards=None)
         return rollout
+
+    def _read_steps(self, answer: DecodedAnswer) -> list[str]:
+        """The text after each forward, if a reward reads it; else one text."""
+        trajectory = answer.trajectory
+        if not (isinstance(self.task, GradedTask) and self.task.reads_steps):
+            return [answer.text]
+        end = trajectory.text_length - (answer.finish_reason == "stop")
+        tokens, steps = trajectory.tokens_L[:end], trajectory.step_map_L[:end]
+        decode = self.prepared.requests.tokenizer.decode
+        return [decode(tokens[(steps > 0) & (steps <= step)].tolist()) for step in range(1, max(answer.num_forwards, 1) + 1)]
 
 
 def _set_temperature(config: GenerationConfig) -> GenerationConfig:

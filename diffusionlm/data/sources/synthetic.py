@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import ChatTasks, MarkovChain
+from config.data import ChatTasks, MarkovChain, ShidokuGrids
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
 from diffusionlm.data.sources.validation_split import hash_record, hash_share
@@ -73,8 +73,8 @@ class SyntheticSource(SampledSource[str]):
 
     @property
     @abstractmethod
-    def entropy_nats(self) -> float:
-        """Exact entropy of a text: the lowest possible mean loss."""
+    def entropy_nats(self) -> float | None:
+        """Exact entropy of a text: the lowest possible mean loss. None: it is not known."""
 
     @property
     @abstractmethod
@@ -120,19 +120,37 @@ class MarkovSource(SyntheticSource):
 
 
 class ShidokuSource(SyntheticSource):
-    """The 288 grids of 4x4 Sudoku, equally likely: H = ln 288."""
+    """The 288 grids of 4x4 Sudoku, or those of the split, equally likely: H = ln 288."""
+
+    config: ShidokuGrids
 
     @property
-    def entropy_nats(self) -> float:
-        return math.log(len(shidoku_grids()))
+    def entropy_nats(self) -> float | None:
+        return None if self._noise else math.log(len(self.grids))
+
+    @property
+    def _noise(self) -> float:
+        return self.config.noise if self.split == "train" else 0.0
+
+    @functools.cached_property
+    def grids(self) -> list[str]:
+        """The grids of the split."""
+        fraction, is_validation = self.config.validation_fraction, self.split == "validation"
+        is_held_out = {grid: hash_share(hash_record(grid)) < fraction for grid in shidoku_grids()}
+        return [grid for grid in is_held_out if not fraction or is_held_out[grid] == is_validation]
 
     @property
     def length(self) -> int:
         return 16
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        grids = shidoku_grids()
-        return [grids[index] for index in rng.integers(0, len(grids), count).tolist()]
+        grids = [self.grids[index] for index in rng.integers(0, len(self.grids), count).tolist()]
+        if not self._noise:
+            return grids
+        is_noise_NL = rng.random((count, self.length)) < self._noise
+        digits_NL = rng.integers(1, 5, (count, self.length))
+        codes_NL = np.array([list(grid) for grid in grids], dtype=np.int64)
+        return _decode_symbols("01234", np.where(is_noise_NL, digits_NL, codes_NL))
 
 
 @functools.cache
