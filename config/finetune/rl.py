@@ -206,6 +206,8 @@ class RLConfig(Section):
             raise ValueError(
                 'logprobs.sampled_steps scores a part of an answer, and ratio = "sequence" needs all of it: remove one'
             )
-        if self.value is not None and not isinstance(self.logprobs, ReplayConfig):
-            raise ValueError('value has advantages of steps: set logprobs = "replay", or remove value')
+        if self.value is not None and (is_sampled or not isinstance(self.logprobs, ReplayConfig)):
+            raise ValueError(
+                'value has advantages of all steps: set logprobs = "replay" without sampled_steps, or remove value'
+            )
         return self

@@ -9,6 +9,7 @@ Shapes: L positions of a canvas, N scored positions of a micro-batch, J tokens o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.inference.requests import TextSegments
 from diffusionlm.rl.logprobs import ScoredRow, ScoredText, build_rows
-from diffusionlm.rl.policy import PolicyLoss, ScoredAnswers, compute_advantages
+from diffusionlm.rl.policy import PolicyLoss, ScoredAnswers, Timeline, compute_advantages
 from diffusionlm.rl.rollouts import PromptSet, Rollout, summarize
 from diffusionlm.training.run import Run
 from diffusionlm.training.step import autocast
@@ -68,12 +69,11 @@ class RolloutLoader(StepLoader):
         metrics: dict[str, float] = {}
         if inner_step == 0:
             self.rollouts = self.roll_out(rollout)
-            advantages_J = self._compute_advantages()
-            metrics = summarize(
-                self.rollouts, np.array([own.mean() for own in advantages_J]), self.prompts.task.repeats
-            )
+            is_used = self._select_answers()
+            advantages = self._compute_advantages(is_used)
+            metrics = summarize(self.rollouts, [bool(own.any()) for own in advantages], self.prompts.task.repeats)
             rollout_seconds = time.perf_counter() - started
-            self._build_batches(rollout, advantages_J)
+            self._build_batches(rollout, is_used, advantages)
             metrics |= {"rl/rollout_seconds": rollout_seconds, "rl/prompts_left_out": float(self.prompts.num_too_long)}
         self.loss.metrics = metrics
         self._step = step + 1
@@ -84,10 +84,14 @@ class RolloutLoader(StepLoader):
     def state_dict(self) -> dict[str, Any]:
         """Counts that are logged; what is rolled out next follows from the step."""
         epoch = self._step // self.config.inner_steps * self.prompts.num_prompts // len(self.prompts.items)
-        return {"epoch": epoch, "num_positions": self._num_positions, "padding": self._num_padding}
+        state = {"epoch": epoch, "num_positions": self._num_positions, "padding": self._num_padding}
+        # The head writes what it learns in the step into its state.
+        return state if self.loss.value is None else {**state, "value": self.loss.value.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_positions, self._num_padding = state["num_positions"], state["padding"]
+        if self.loss.value is not None:
+            self.loss.value.load_state_dict(state["value"])
 
     def roll_out(self, rollout: int) -> list[Rollout]:
         """Answers to the prompts of a rollout, of all ranks, with the weights of the last update, in training's
@@ -114,84 +118,94 @@ class RolloutLoader(StepLoader):
         world = self.run.world
         return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
-    def _compute_advantages(self) -> list[NDArray[np.float64]]:
-        """Advantage of each committed token of each answer. With rewards of steps, that of a token is the rewards from
-        its step on, less what the whole answer's baseline takes off."""
+    def _select_answers(self) -> list[bool]:
+        """Which answers are used: those with a reward, of groups whose mean reward is within the limits."""
         config, repeats = self.config, self.prompts.task.repeats
-        rewards_PG = np.array([item.reward for item in self.rollouts]).reshape(-1, repeats)
-        with np.errstate(invalid="ignore"):
-            means_P = np.nanmean(np.where(np.isnan(rewards_PG).all(1, keepdims=True), 0.0, rewards_PG), axis=1)
-        low, high = config.min_reward, config.max_reward
-        is_used_P = (means_P >= (-np.inf if low is None else low)) & (means_P <= (np.inf if high is None else high))
-        advantages_PG = compute_advantages(rewards_PG, config.advantage) * is_used_P[:, None]
+        is_used: list[bool] = []
+        for start in range(0, len(self.rollouts), repeats):
+            rewards = [item.reward for item in self.rollouts[start : start + repeats]]
+            graded = [reward for reward in rewards if not math.isnan(reward)]
+            mean = sum(graded) / max(len(graded), 1)
+            is_low = config.min_reward is not None and mean < config.min_reward
+            is_high = config.max_reward is not None and mean > config.max_reward
+            is_used += [not (is_low or is_high or math.isnan(reward)) for reward in rewards]
+        return is_used
+
+    def _compute_advantages(self, is_used: Sequence[bool]) -> list[NDArray[np.float64]]:
+        """Advantage of each committed token of each answer, from the rewards of its group. With rewards of steps, those
+        before the token's step are taken off."""
+        rewards_PG = np.where(is_used, [item.reward for item in self.rollouts], np.nan)
+        advantages_PG = compute_advantages(rewards_PG.reshape(-1, self.prompts.task.repeats), self.config.advantage)
         advantages = []
-        for item, advantage in zip(self.rollouts, advantages_PG.flatten().tolist(), strict=True):
-            steps_J = item.answer.trajectory.step_map_L[item.answer.trajectory.committed_positions]
-            own_J = np.full(len(steps_J), advantage)
-            if item.step_rewards is not None and advantage != 0.0:
-                past_J = np.concatenate([[0.0], np.cumsum(item.step_rewards)])[steps_J - 1]
-                own_J -= past_J
-            advantages.append(own_J)
+        for item, advantage, is_own in zip(self.rollouts, advantages_PG.flatten().tolist(), is_used, strict=True):
+            steps_J = read_steps(item)
+            past_J = np.concatenate([[0.0], np.cumsum(list_step_rewards(item))])[steps_J - 1]
+            has_steps = is_own and item.step_rewards is not None
+            advantages.append(np.full(len(steps_J), advantage) - (past_J if has_steps else 0.0))
         return advantages
 
-    def _build_batches(self, rollout: int, advantages: Sequence[NDArray[np.float64]]) -> None:
+    def _build_batches(self, rollout: int, is_used: Sequence[bool], advantages: Sequence[NDArray[np.float64]]) -> None:
         """Build this rank's micro-batches, as many as the other ranks have, and what the loss knows of them."""
         config, world = self.config, self.run.world
         own = self._own_answers(len(self.rollouts))
         is_replayed = isinstance(config.logprobs, ReplayConfig)
-        placed: list[tuple[ScoredText, TextSegments]] = []
-        for number in own:
-            segments = self.rollouts[number].request.options.segments
+        texts, segments = [], [self.rollouts[number].request.options.segments for number in own]
+        for number, own_segments in zip(own, segments, strict=True):
             trajectory, block_length = self.rollouts[number].answer.trajectory, self.layout.block_length
-            text = ScoredText.from_trajectory(trajectory, block_length, segments, is_replayed=is_replayed)
-            placed.append((text, segments))
-        key = NoiseKey(self.run.config.run.seed, rollout, own.start, len(self.rollouts))
-        rows = build_rows(config.logprobs, [text for text, _ in placed], key)
-        first_tokens = np.cumsum([0, *(len(text.positions_J) for text, _ in placed)]).tolist()
-        # An answer without advantage has no gradient, but for the penalty.
-        is_active = [bool((advantages[number] != 0.0).any()) or config.kl is not None for number in own]
+            texts.append(ScoredText.from_trajectory(trajectory, block_length, own_segments, is_replayed=is_replayed))
+        counts = [len(text.positions_J) for text in texts]
+        first_tokens = np.cumsum([0, *counts]).tolist()
+        rows = build_rows(
+            config.logprobs, texts, NoiseKey(self.run.config.run.seed, rollout, own.start, len(advantages))
+        )
+        # An answer without advantage has no gradient, but for a penalty; with a value function it may get one.
+        keeps_all = config.kl is not None or config.value is not None
+        is_active = [bool(advantages[number].any()) or (keeps_all and is_used[number]) for number in own]
         selected = [
-            PlacedRow(*placed[index], row, first_tokens[index])
+            PlacedRow(texts[index], segments[index], row, first_tokens[index])
             for index, own_rows in enumerate(rows)
             for row in own_rows
             if is_active[index]
-        ] or [PlacedRow(*placed[0], rows[0][0], 0)]
+        ] or [PlacedRow(texts[0], segments[0], rows[0][0], 0)]
         size = self.run.config.training.micro_batch_size or len(selected)
         groups = [selected[start : start + size] for start in range(0, len(selected), size)]
-        is_empty = [False] * len(groups) + [True] * (max(world.all_gather_objects(len(groups))) - len(groups))
-        groups += [groups[0]] * (len(is_empty) - len(groups))
-        answers_J = np.repeat(np.arange(len(placed)), [len(text.positions_J) for text, _ in placed])
-        advantages_J = np.concatenate(
-            [advantages[number][: len(text.positions_J)] for number, (text, _) in zip(own, placed, strict=True)]
-        )
-        self._collate(groups, is_empty, answers_J, advantages_J)
+        num_filled = len(groups)
+        groups += [groups[0]] * (max(world.all_gather_objects(num_filled)) - num_filled)
+        timelines = [
+            Timeline(
+                read_steps(self.rollouts[number])[:count], list_step_rewards(self.rollouts[number]), is_used[number]
+            )
+            for number, count in zip(own, counts, strict=True)
+        ]
+        advantages_J = np.concatenate([advantages[number][:count] for number, count in zip(own, counts, strict=True)])
+        self._collate(groups, num_filled, timelines, advantages_J)
 
     def _collate(
         self,
         groups: Sequence[Sequence[PlacedRow]],
-        is_empty: Sequence[bool],
-        answers_J: NDArray[np.int64],
+        num_filled: int,
+        timelines: Sequence[Timeline],
         advantages_J: NDArray[np.float64],
     ) -> None:
-        """Build a micro-batch of each group of rows; an empty one has coefficients 0."""
+        """Build a micro-batch of each group of rows; those after ``num_filled`` have coefficients 0."""
         longest = max(len(item.text.tokens_L) for group in groups for item in group)
         context = self.run.state.model.config.max_position_embeddings
         length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
         batches, tokens, coefficients = [], [], []
+        answers_J = np.repeat(np.arange(len(timelines)), [len(own.steps_J) for own in timelines])
         weights_J = np.ones(len(answers_J))
-        for group, is_filler in zip(groups, is_empty, strict=True):
+        for index, group in enumerate(groups):
             noised_batch, tokens_N, coefficients_N = build_scored_batch(group, self.layout, length)
             batches.append(noised_batch)
             tokens.append(tokens_N)
-            coefficients.append(coefficients_N * (not is_filler))
+            coefficients.append(coefficients_N * (index < num_filled))
             for item in group:
                 weights_J[item.first_token + item.row.tokens] = item.row.weight
-            if not is_filler:
+            if index < num_filled:
                 self._num_positions += noised_batch.inputs_BS.numel()
                 self._num_padding += sum(length - len(item.text.tokens_L) for item in group)
-        num_answers = int(answers_J.max(initial=-1)) + 1
-        lengths_Q = np.bincount(answers_J, minlength=num_answers).clip(min=1)
-        denominator = len(answers_J) if self.config.divisor == "tokens" else num_answers
+        lengths_Q = np.bincount(answers_J, minlength=len(timelines)).clip(min=1)
+        denominator = len(answers_J) if self.config.divisor == "tokens" else len(timelines)
         batches[0] = replace(batches[0], denominator=float(denominator), num_targets=len(answers_J))
         self._noised_batches = batches
         self.loss.start(
@@ -203,8 +217,25 @@ class RolloutLoader(StepLoader):
                 torch.from_numpy(advantages_J),
                 torch.from_numpy(lengths_Q).double(),
                 tuple(len(own) for own in tokens),
+                tuple(timelines),
             )
         )
+
+
+def read_steps(rollout: Rollout) -> NDArray[np.int64]:
+    """Forward, from 1 on, of each committed token."""
+    trajectory = rollout.answer.trajectory
+    return trajectory.step_map_L[trajectory.committed_positions]
+
+
+def list_step_rewards(rollout: Rollout) -> NDArray[np.float64]:
+    """Reward of each forward; without rewards of steps all of it in the last one. 0 without a reward."""
+    rewards_U = np.zeros(max(rollout.answer.num_forwards, 1))
+    if rollout.step_rewards is not None:
+        rewards_U[:] = rollout.step_rewards
+    elif not math.isnan(rollout.reward):
+        rewards_U[-1] = rollout.reward
+    return rewards_U
 
 
 def build_scored_batch(

@@ -8,8 +8,8 @@ Shapes: N scored positions of all rows, J tokens of all answers, Q answers, of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from diffusionlm.diffusion.preference import WeighedLoss, compute_nll
 from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.lora import before_training
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.rl.value import ValueHead, discount_rewards, estimate_advantages
 
 MAX_LOG_RATIO = 10.0
 """Log-ratios are cut to this, so that no exponential overflows."""
@@ -59,6 +60,17 @@ def _compare(centered_G: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
+class Timeline:
+    """When the tokens of an answer were committed, and what each forward was rewarded with."""
+
+    steps_J: NDArray[np.int64]
+    """Forward of each token, from 1 on."""
+    rewards_U: NDArray[np.float64]
+    is_used: bool = True
+    """False: it has no advantage."""
+
+
+@dataclass(frozen=True)
 class ScoredAnswers:
     """What the loss knows of the answers of a step, on this rank. Tensors are fp64 and int64."""
 
@@ -75,6 +87,8 @@ class ScoredAnswers:
     """Tokens of each answer, at least 1."""
     position_counts: tuple[int, ...]
     """Scored positions of each micro-batch."""
+    timelines: tuple[Timeline, ...] = ()
+    """Of each answer, for a value function."""
 
     def to(self, device: torch.device) -> ScoredAnswers:
         """Copy to a device."""
@@ -185,6 +199,7 @@ class PolicyLoss:
     config: RLConfig
     reference: Transformer | None = None
     """None: the trained model without its adapter, or as that was at the start; or no reference."""
+    value: ValueHead | None = None
     answers: ScoredAnswers | None = None
     """Of the step, in the order of its micro-batches."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -193,13 +208,16 @@ class PolicyLoss:
     """Values of the first inner step. None: this is the first one."""
     _reference_N: Tensor | None = None
     """The reference's log p of the scored positions."""
+    _values: list[Tensor] = field(default_factory=list)
+    """Values of the scored positions, by micro-batch."""
 
     @property
     def is_measured(self) -> bool:
         """The weights depend on what the model computes: they do not in a single step without a penalty, where they are
         ``A c / Z``."""
         config = self.config
-        return config.inner_steps > 1 or config.kl is not None or isinstance(config.logprobs, SandwichConfig)
+        needs_values = config.inner_steps > 1 or config.kl is not None or config.value is not None
+        return needs_values or isinstance(config.logprobs, SandwichConfig)
 
     @property
     def num_measuring_forwards(self) -> int:
@@ -212,16 +230,47 @@ class PolicyLoss:
 
     def start(self, answers: ScoredAnswers) -> None:
         """Begin with new answers."""
-        self.answers, self._old_J, self._reference_N, self.metrics = answers, None, None, {}
+        self.answers, self._old_J, self._reference_N, self._values, self.metrics = answers, None, None, [], {}
 
     def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> list[Tensor]:
         """Log p of each target under the model and, before the first inner step, under the reference, each [N]."""
-        measured = [-compute_nll(model, noised_batch, loss_inputs).double()] if self.is_measured else []
+        with self._record_values(model):
+            measured = [-compute_nll(model, noised_batch, loss_inputs).double()] if self.is_measured else []
         if self.has_reference and self._reference_N is None:
             reference = model if self.reference is None else self.reference
             with before_training(model) if self.reference is None else nullcontext():
                 measured.append(-compute_nll(reference, noised_batch, loss_inputs).double())
         return measured
+
+    @contextmanager
+    def _record_values(self, model: Transformer) -> Iterator[None]:
+        """Context of the forward of the next micro-batch, before the first inner step."""
+        if self.value is None or self._old_J is not None:
+            yield
+            return
+        assert self.answers is not None and self.config.value is not None, "start comes first"
+        gamma, index = self.config.value.gamma, len(self._values)
+        returns = [discount_rewards(own.rewards_U, gamma)[own.steps_J - 1] for own in self.answers.timelines]
+        scored = (self.answers.tokens_N, self.answers.coefficients_N)
+        tokens_N, coefficients_N = (torch.split(all_N, [*self.answers.position_counts])[index] for all_N in scored)
+        device, returns_N = model.lm_head.weight.device, torch.from_numpy(np.concatenate(returns))[tokens_N]
+        is_counted_N = (coefficients_N != 0.0).double().to(device)
+        with self.value.record(model, returns_N.to(device), is_counted_N, self._values):
+            yield
+
+    def _estimate_advantages(self, answers: ScoredAnswers, all_reduce: Callable[[Tensor], Tensor]) -> ScoredAnswers:
+        """The answers with advantages by the value function, which then learns from their rewards."""
+        assert self.value is not None and self.config.value is not None
+        values_N = torch.cat(self._values)
+        values_J = torch.zeros_like(answers.advantages_J).index_copy(0, answers.tokens_N, values_N).cpu().numpy()
+        ends = np.cumsum([len(own.steps_J) for own in answers.timelines])[:-1]
+        gamma, gae_lambda = self.config.value.gamma, self.config.value.gae_lambda
+        advantages = [
+            estimate_advantages(own_J, own.steps_J, own.rewards_U, gamma, gae_lambda) * own.is_used
+            for own_J, own in zip(np.split(values_J, ends), answers.timelines, strict=True)
+        ]
+        self.metrics["rl/value_error"] = self.value.update(all_reduce)
+        return replace(answers, advantages_J=torch.from_numpy(np.concatenate(advantages)).to(values_N.device))
 
     def weigh(
         self,
@@ -239,6 +288,8 @@ class PolicyLoss:
             logprobs_N = torch.cat([values[0] for values in measured])
         if self.has_reference and self._reference_N is None:
             self._reference_N = torch.cat([values[1] for values in measured])
+        if self.value is not None and self._old_J is None:
+            self.answers = answers = self._estimate_advantages(answers, all_reduce)
         with torch.enable_grad():
             logprobs_N.requires_grad_()
             logprobs_J = combine(self.config, answers, logprobs_N)

@@ -170,7 +170,9 @@ class PromptSet:
         end = trajectory.text_length - (answer.finish_reason == "stop")
         tokens, steps = trajectory.tokens_L[:end], trajectory.step_map_L[:end]
         decode = self.prepared.requests.tokenizer.decode
-        return [decode(tokens[(steps > 0) & (steps <= step)].tolist()) for step in range(1, max(answer.num_forwards, 1) + 1)]
+        return [
+            decode(tokens[(steps > 0) & (steps <= step)].tolist()) for step in range(1, max(answer.num_forwards, 1) + 1)
+        ]
 
 
 def _set_temperature(config: GenerationConfig) -> GenerationConfig:
@@ -178,7 +180,7 @@ def _set_temperature(config: GenerationConfig) -> GenerationConfig:
     return config if config.temperature is not None else config.model_copy(update={"temperature": 1.0})
 
 
-def summarize(rollouts: Sequence[Rollout], advantages: np.ndarray, repeats: int) -> dict[str, float]:
+def summarize(rollouts: Sequence[Rollout], has_advantage: Sequence[bool], repeats: int) -> dict[str, float]:
     """Metrics of a rollout, over all ranks."""
     rewards_PG = np.array([item.reward for item in rollouts]).reshape(-1, repeats)
     logprobs = np.concatenate([item.answer.trajectory.logprobs_L for item in rollouts])
@@ -186,7 +188,7 @@ def summarize(rollouts: Sequence[Rollout], advantages: np.ndarray, repeats: int)
     endings = Counter(item.answer.finish_reason for item in rollouts)
     num_committed = sum(len(item.answer.trajectory.committed_positions) for item in rollouts)
     num_forwards = sum(item.answer.num_forwards for item in rollouts)
-    is_active_P = (advantages.reshape(-1, repeats) != 0.0).any(axis=1)
+    is_active_P = np.array(has_advantage).reshape(-1, repeats).any(axis=1)
     valid = rewards_PG[~np.isnan(rewards_PG)]
     return {
         "rl/reward": float(valid.mean()) if len(valid) else float("nan"),

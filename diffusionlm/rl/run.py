@@ -10,6 +10,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl.loader import RolloutLoader
 from diffusionlm.rl.policy import PolicyLoss, PolicyObjective
 from diffusionlm.rl.rollouts import PromptSet
+from diffusionlm.rl.value import ValueHead
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.loop import TrainResult, train
 from diffusionlm.training.run import Run, build_run
@@ -50,7 +51,10 @@ def build_policy_run(config: TrainConfig, directory: RunDirectory, world: World)
     prompts = PromptSet(config, run.tokenizer, model.config)
     if prompts.num_too_long:
         run.log(f"rl.prompts: {prompts.num_too_long} prompts are left out, the first: {prompts.problem}")
-    loss = PolicyLoss(config.rl, run.state.reference)
+    value = None
+    if config.rl.value is not None:
+        value = ValueHead(config.rl.value, model.config.hidden_size, run.settings.device)
+    loss = PolicyLoss(config.rl, run.state.reference, value)
     run.loader.close()
     run.loader = loader = RolloutLoader(run, prompts, loss)
     run.state.model_loss = loss
