@@ -242,7 +242,22 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
         ("memory, activations", f"{_format_bytes(estimate.bytes_activations)} (estimate)"),
         ("memory, together", f"{_format_bytes(estimate.bytes_total)} (estimate)"),
     ]
-    return Table((), lines)
+    return Table((), [*lines, *([] if config.rl is None else _format_rollouts(config, ranks))])
+
+
+def _format_rollouts(config: TrainConfig, ranks: int) -> list[tuple[str, str]]:
+    """What an update with rollouts takes; the lines of activations above are those of a micro-batch of rows."""
+    from profiling.rollouts import GPU, estimate_rollouts
+
+    estimate = estimate_rollouts(config, ranks)
+    return [
+        ("answers of an update", f"{estimate.answers:,} on a rank"),
+        ("forwards of an answer", f"{estimate.forwards:,} at most, decoded"),
+        ("rows of an answer", f"{estimate.rows:,} at most, scored"),
+        ("memory, cache", _format_bytes(estimate.cache_bytes)),
+        (f"rollout on {GPU}", f"at least {estimate.rollout_seconds:,.3g} s"),
+        (f"scoring on {GPU}", f"at least {estimate.scoring_seconds:,.3g} s"),
+    ]
 
 
 def _format_bytes(size: float) -> str:

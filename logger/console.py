@@ -149,7 +149,7 @@ class ConsoleLogger(RunLogger):
         """Print loss, speed and remaining time, unless there is a bar."""
         if self._style == "lines" and "loss" in values:
             self._print(
-                f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} "
+                f"step {step}/{self._total_steps}  {_format_aim(values, 4)}  {values['tokens_per_second']:,.0f} "
                 f"tokens/s  {format_duration(values['seconds_left'])} left"
             )
 
@@ -160,7 +160,7 @@ class ConsoleLogger(RunLogger):
     def progress(self, step: int, values: Metrics) -> None:
         """Set the bar to ``step`` and show loss and speed beside it."""
         if self._meter is not None:
-            self._meter.set_postfix(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s")
+            self._meter.set_postfix(f"{_format_aim(values, 3)}, {values['tokens_per_second']:,.0f} tokens/s")
             self._meter.set(step)
 
     def close(self, exit_code: int = 0) -> None:
@@ -208,3 +208,9 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{total % 60:02}"
     return f"{minutes}:{total % 60:02}" if minutes else f"{total} s"
+
+
+def _format_aim(values: Metrics, digits: int) -> str:
+    """The loss, or of a policy gradient the mean reward, which its loss says nothing of."""
+    name, key = ("reward", "rl/reward") if "rl/reward" in values else ("loss", "loss")
+    return f"{name} {values[key]:.{digits}f}"

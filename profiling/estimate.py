@@ -94,8 +94,8 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         bytes_optimizer=round(4 * _optimizer_floats(config) * parameters),
         bytes_activations=4 * micro_batch_size * config.row_length * streams * width,
     )
-    if isinstance(config.objective, PreferenceConfig):
-        estimate = _add_reference(estimate, config, config.objective)
+    if config.rl is not None or isinstance(config.objective, PreferenceConfig):
+        estimate = _add_reference(estimate, config)
     if config.lora is not None:
         estimate = _freeze_base(estimate, config, config.lora)
     return estimate if ranks == 1 else _divide(estimate, config, ranks, micro_batches=rows // micro_batch_size)
@@ -166,18 +166,19 @@ def _num_draws(objective: PreferenceConfig) -> int:
     return 1 if objective.block_length == 1 else objective.num_draws
 
 
-def _add_reference(estimate: ResourceEstimate, config: TrainConfig, objective: PreferenceConfig) -> ResourceEstimate:
-    """The memory of preference training: the draws of a micro-batch, and unless it is the base of an adapter the
-    reference, if there is one: a copy of the weights, whose blocks are bfloat16 if their products are. The forwards
-    without gradients keep no activations."""
-    has_copy = objective.loss.has_reference and (config.lora is None or config.lora.trains_base)
+def _add_reference(estimate: ResourceEstimate, config: TrainConfig) -> ResourceEstimate:
+    """The memory of a reference, if there is one and it is not the base of an adapter: a copy of the weights, whose
+    blocks are bfloat16 if their products are; and of preferences the draws of a micro-batch. The forwards without
+    gradients keep no activations."""
+    num_draws = _num_draws(config.objective) if isinstance(config.objective, PreferenceConfig) else 1
+    has_copy = config.has_reference and (config.lora is None or config.lora.trains_base)
     copy_bytes = estimate.bytes_weights if has_copy else 0
     if copy_bytes and config.training.precision == "bfloat16" and not isinstance(config.parallel, FSDP):
         copy_bytes -= 2 * (estimate.parameters - estimate.embedding_parameters)
     return replace(
         estimate,
         bytes_weights=estimate.bytes_weights + copy_bytes,
-        bytes_activations=estimate.bytes_activations * _num_draws(objective),
+        bytes_activations=estimate.bytes_activations * num_draws,
     )
 
 

@@ -6,7 +6,7 @@ Whether models and data fit it is checked by the command itself when the stage r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ _CONVERSION = StageKindOptions(ConvertConfig, "source", {"target": "model"}, "co
 STAGE_KINDS = {
     "train": _TRAINING,
     "sft": _TRAINING,
+    "rl": replace(_TRAINING, command="rl"),
     "merge": _CONVERSION,
     "export": _CONVERSION,
     "evaluate": StageKindOptions(EvalConfig, "model.path", {"output.file": "result.json"}, "eval", "evaluate"),
@@ -160,6 +161,8 @@ def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[
         architecture = _architecture(resolved.model)
         if settings.kind == "sft" and not resolved.data.chats:
             raise ValueError('kind = "sft" learns answers, and data has no conversations: add chat = {} to a source')
+        if settings.kind == "rl" and resolved.rl is None:
+            raise ValueError('kind = "rl" answers prompts, and there are none: add [rl.prompts]')
     if isinstance(resolved, ConvertConfig) and resolved.diffusion is not None:
         if resolved.diffusion.untie_head:
             architecture = {**architecture, "tie_word_embeddings": False}

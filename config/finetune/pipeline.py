@@ -12,7 +12,7 @@ from config.base import ConfigPath, NonEmptyStr, Section, TupleOf, check_distinc
 Settings = dict[str, Any]
 """Tables and keys of a command's config."""
 
-StageKind = Literal["train", "sft", "merge", "export", "evaluate", "sample"]
+StageKind = Literal["train", "sft", "rl", "merge", "export", "evaluate", "sample"]
 
 CheckpointChoice = Literal["last", "best", "ema"]
 
@@ -32,7 +32,7 @@ class CommonSettings(Section):
     """``[common]``: settings that stages share. Those of a stage win."""
 
     train: Settings = Field(default_factory=dict)
-    """Sections of diffusionlm-train, for the stages of kinds train and sft."""
+    """Sections of diffusionlm-train, for the stages of kinds train, sft and rl."""
     evaluate: Settings = Field(default_factory=dict)
     """Sections of diffusionlm-eval, for the stages of kind evaluate."""
     sample: Settings = Field(default_factory=dict)
@@ -47,7 +47,7 @@ class StageConfig(Section):
     name: Annotated[NonEmptyStr, AfterValidator(_check_stage_name)]
     """Name, and name of its directory."""
     kind: StageKind
-    """train: diffusionlm-train. sft: the same, with a source of chats. merge, export: diffusionlm-convert, with the
+    """train: diffusionlm-train. sft: the same, with a source of chats. rl: diffusionlm-rl. merge, export: diffusionlm-convert, with the
     adapter of the model merged, or without one. evaluate: diffusionlm-eval. sample: diffusionlm-infer."""
     model_config = ConfigDict(serialize_by_alias=True)
 

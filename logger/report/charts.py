@@ -36,6 +36,7 @@ class ChartSpec:
 
 
 CHART_SPECS = (
+    ChartSpec("Reward", "of answers, mean and best of a group", r"rl/(reward|best_of_group)", is_smoothed=True),
     ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True),
     ChartSpec("Validation", "nats per token", "val_nats_per_token", errors="val_standard_error"),
     ChartSpec("Validation, by bytes", "bits per byte", "val_bits_per_byte", errors="val_bits_per_byte_standard_error"),

@@ -24,6 +24,7 @@ def collect_samples(runs: Sequence[LoggedRun]) -> list[Part]:
                 plain.append(event.text)
             else:
                 label = f"{run.name}, step {event.step:,}" if len(runs) > 1 else f"step {event.step:,}"
+                label += f", reward {event.values['reward']:g}" if "reward" in event.values else ""
                 texts.setdefault(event.values["given"], []).append(Output(label, tokens))
         for masked_text, filled in texts.items():
             outputs.setdefault(masked_text, []).extend(_subsample(filled))
