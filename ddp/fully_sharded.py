@@ -35,6 +35,8 @@ class FullySharded:
     """
 
     has_all_weights, has_all_updates = False, False
+    _has_gathered = False
+    """Whole weights have memory, which torch allocates once."""
 
     def __init__(
         self,
@@ -162,7 +164,13 @@ class FullySharded:
         """Do nothing: weights are gathered where they are used."""
 
     def wait_for_weights(self) -> None:
-        """Do nothing: each rank's rows are those of the last update."""
+        """Allocate the memory of whole weights, once: what a first forward in inference mode allocates, a forward of
+        training could not write to. Each rank's rows are those of the last update already."""
+        if not self._has_gathered:
+            for module in (self.model, *self.blocks):
+                module.unshard()
+                module.reshard()
+            self._has_gathered = True
 
     def check_replicas_equal(self) -> None:
         """Do nothing: no rank has a copy of another's rows."""

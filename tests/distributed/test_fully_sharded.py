@@ -122,6 +122,23 @@ def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path
     run_ranks(act, tmp_path, world_size)
 
 
+def test_training_follows_a_forward_in_inference_mode(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Decoding before the first step: whole weights get their memory before it."""
+    config = AdamWConfig()
+
+    def act(world: World) -> None:
+        models = tiny_model(), tiny_model()
+        parts = cut(models[0], world)
+        parts.wait_for_weights()
+        with torch.inference_mode():
+            loss_of(parts.model, of_rank(0, world.rank)[0], DENOMINATOR)
+        train_parts(parts, build_optimizers(config, parts.trainable_parameters()), 1)
+        train_whole(models[1], config, world, 1)
+        assert_close(parts, models[1])
+
+    run_ranks(act, tmp_path)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_and_train_as_others(tiny_model: MakeModel, tmp_path: Path) -> None:
     """Also when they are recomputed, and after weights were gathered for a validation. The three graphs are the block,
