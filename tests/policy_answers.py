@@ -119,18 +119,25 @@ class FixedAnswers(RolloutLoader):
             rollouts.append(Rollout(0, item, request, answer, reward))
         return rollouts
 
-    def measure(self, step: int = 0, model: Transformer | None = None) -> Tensor:
-        """Coefficient times log p of each scored position, summed by token: log p of all tokens, [sum of J]."""
-        batches = self.next_step(step).noised_batches
-        assert self.loss.answers is not None
-        logprobs_N = torch.cat([-self._nll(batch, model).double() for batch in batches])
-        scored = self.loss.answers
+    def measure(self, step: int = 0) -> Tensor:
+        """Log p of each scored position of a step, [N], in the order of the loss."""
+        return torch.cat([-self._nll(batch).double() for batch in self.next_step(step).noised_batches])
+
+    def token_values(self, step: int = 0) -> Tensor:
+        """Log-probability of each token of all answers: sums of coefficients times log p."""
+        logprobs_N, scored = self.measure(step), self.loss.answers
+        assert scored is not None
         zeros = torch.zeros(len(scored.answers_J), dtype=torch.float64)
         return zeros.index_add(0, scored.tokens_N, scored.coefficients_N * logprobs_N)
 
-    def _nll(self, batch: NoisedBatch, model: Transformer | None) -> Tensor:
+    @property
+    def num_rows(self) -> int:
+        """Of the last step."""
+        return sum(len(batch.inputs_BS) for batch in self._noised_batches)
+
+    def _nll(self, batch: NoisedBatch) -> Tensor:
         objective = PolicyObjective(self.model.config.mask_token_id)
-        return compute_nll(model or self.model, batch, objective.build_loss_inputs(batch, 1.0))
+        return compute_nll(self.model, batch, objective.build_loss_inputs(batch, 1.0))
 
     def backward(self, step: int = 0) -> tuple[float, list[Tensor]]:
         """The loss of a step and its gradient by parameter, as `train_step` computes them."""

@@ -53,7 +53,7 @@ def scored(model: Transformer, answers: Answers, **logprobs: Any) -> NDArray[np.
     """Log p of all tokens by rows, in micro-batches of three rows."""
     config = rl_config(**UNGROUPED, logprobs={"kind": "replay", **logprobs})
     rewards = [1.0] * len(answers.requests)
-    return FixedAnswers(model, config, answers, rewards, micro_batch_size=3).measure().numpy()
+    return FixedAnswers(model, config, answers, rewards, micro_batch_size=3).token_values().numpy()
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
