@@ -47,8 +47,9 @@ class StageConfig(Section):
     name: Annotated[NonEmptyStr, AfterValidator(_check_stage_name)]
     """Name, and name of its directory."""
     kind: StageKind
-    """train: diffusionlm-train. sft: the same, with a source of chats. rl: diffusionlm-rl. merge, export: diffusionlm-convert, with the
-    adapter of the model merged, or without one. evaluate: diffusionlm-eval. sample: diffusionlm-infer."""
+    """train: diffusionlm-train. sft: the same, with a source of chats. rl: diffusionlm-rl. merge, export:
+    diffusionlm-convert, with the adapter of the model merged, or without one. evaluate: diffusionlm-eval. sample:
+    diffusionlm-infer."""
     model_config = ConfigDict(serialize_by_alias=True)
 
     input: NonEmptyStr | None = Field(default=None, alias="from")
