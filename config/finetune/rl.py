@@ -90,7 +90,8 @@ class SandwichConfig(Section):
     num_draws: PositiveInt = 2
     """As of kind = "bound"."""
     beta: Annotated[float, Field(ge=1.0)] = 1.5
-    """Exponent of the upper bound, (1/beta) log E[w p^beta] of each token."""
+    """Exponent of the upper bound, (1/beta) log E[w p^beta] of each token. With fewer than the tokens of a block, or of
+    an answer, it is one up to a constant alone (SPG, theorem 1)."""
 
 
 class MeanFieldConfig(Section):

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | replay | that of its trajectory: a sum over steps | none | steps of the longest block; bidirectional: all steps |
 | bound | the evidence bound, by masks and complements | below the log-likelihood | 2 a draw |
-| sandwich | that bound; of a negative advantage an upper bound | below or above | 2 a draw |
+| sandwich | that bound; of a negative advantage an upper bound, up to a constant | either | 2 a draw |
 | mean_field | of each token given the prompt alone | large | 1 |
 | coupled | half of mean_field, half of a mask and its complement | marginals of tokens | 3 |
 
