@@ -264,7 +264,7 @@ def test_bounds_contain_the_log_likelihood(block_length: int | None, scale: floa
             assert lower <= log_p + 1e-12
             assert log_p <= exact.upper_bound(4.0 if block_length is None else 2.0) + 1e-12
             gaps.append(exact.upper_bound(1.5) - log_p)
-    assert np.mean(gaps) > 0.0
+    assert np.mean(gaps) > 0.0 > np.min(gaps)
 
 
 @pytest.mark.parametrize("block_length", [None, 2])
