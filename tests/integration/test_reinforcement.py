@@ -141,7 +141,9 @@ def check_close(one: TrainConfig, other: TrainConfig, tolerance: float = 1e-5) -
 KL = {"clip": 0.2, "inner_steps": 2, "kl": {"coefficient": 0.1}}
 
 
-@pytest.mark.parametrize("rl", [{}, {**KL, "logprobs": "bound"}], ids=str)
+@pytest.mark.parametrize(
+    "rl", [pytest.param({}, marks=pytest.mark.slow), {**KL, "logprobs": "bound"}], ids=["plain", "bound"]
+)
 def test_micro_batches_change_nothing(
     rl: dict[str, Any], configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +198,13 @@ def test_ranks_change_nothing(parallel: dict[str, Any], configure: Configure, tm
 
 
 @pytest.mark.parametrize(
-    "rl", [{}, {**KL, "prompts": {"repeats": 2}}, {"value": {"learning_rate": 0.1}}], ids=["plain", "inner", "value"]
+    "rl",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {**KL, "prompts": {"repeats": 2}},
+        pytest.param({"value": {"learning_rate": 0.1}}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "inner", "value"],
 )
 def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rl: dict[str, Any], configure: Configure) -> None:
     """It goes down in the middle of the rollout of its third step."""

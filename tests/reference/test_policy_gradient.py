@@ -247,7 +247,7 @@ def test_the_mean_over_all_masks_is_the_evidence_bound(block_length: int | None)
 
 
 @pytest.mark.parametrize("block_length", [None, 2])
-@pytest.mark.parametrize("scale", [0.3, 0.8])
+@pytest.mark.parametrize("scale", [pytest.param(0.3, marks=pytest.mark.slow), 0.8])
 def test_bounds_contain_the_log_likelihood(block_length: int | None, scale: float) -> None:
     """Of a random order. The upper one holds for each answer if beta is at least the number of tokens of a block, or of
     the text (Hoelder); with a smaller one it holds up to a constant (SPG, theorem 1), and here on average."""

@@ -56,8 +56,18 @@ def scored(model: Transformer, answers: Answers, **logprobs: Any) -> NDArray[np.
     return FixedAnswers(model, config, answers, rewards, micro_batch_size=3).token_values().numpy()
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-@pytest.mark.parametrize("block_length", [None, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("block_length", "alignment"),
+    [
+        (None, "same_position"),
+        (2, "shifted"),
+        (4, "same_position"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(None, "shifted"), (1, "same_position"), (1, "shifted"), (2, "same_position"), (4, "shifted")]
+        ),
+    ],
+)
 def test_rows_of_a_replay_are_the_steps_of_decoding(
     block_length: int | None, alignment: str, tiny_model: MakeModel
 ) -> None:

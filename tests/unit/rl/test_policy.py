@@ -217,6 +217,31 @@ def test_weights_give_the_gradient_of_the_loss(
     assert 0.0 < loader.loss.metrics["rl/clip_share"] < 1.0
 
 
+@pytest.mark.parametrize("kind", ["replay", "bound", "sandwich", "mean_field", "coupled"])
+def test_the_gradient_is_the_slope_of_the_loss(kind: str, answers: tuple[Transformer, Answers]) -> None:
+    """Of a second inner step along a random direction, with the masks of the first one; also of the upper bound."""
+    model, own = answers
+    config = rl_config(**UNGROUPED, logprobs=kind, inner_steps=2, kl={"coefficient": 0.1, "reference": "old"})
+    loader = FixedAnswers(model, config, own, REWARDS)
+    loader.backward(0)
+    directions = [torch.randn_like(parameter) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def move(distance: float) -> None:
+        for parameter, direction in zip(model.parameters(), directions, strict=True):
+            parameter.add_(distance * direction)
+
+    move(0.01)
+    gradients = loader.backward(1)[1]
+    slope = sum(float((own * other).sum()) for own, other in zip(gradients, directions, strict=True))
+    losses = []
+    for distance in (1e-5, -2e-5):
+        move(distance)
+        losses.append(loader.backward(1)[0])
+    assert slope == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
+    assert abs(slope) > 1e-2
+
+
 def test_the_first_inner_step_has_ratio_one(answers: tuple[Transformer, Answers]) -> None:
     """Bits: the ratio is 1, the penalty 0, nothing is clipped; and the gradient is that without all of these."""
     model, own = answers
