@@ -169,8 +169,8 @@ class RolloutLoader(StepLoader):
         ] or [PlacedRow(texts[0], segments[0], rows[0][0], 0)]
         size = self.run.config.training.micro_batch_size or len(selected)
         groups = [selected[start : start + size] for start in range(0, len(selected), size)]
-        num_filled = len(groups)
-        groups += [groups[0]] * (max(world.all_gather_objects(num_filled)) - num_filled)
+        num_filled = len(groups) if any(is_active) else 0
+        groups += [groups[0]] * (max(world.all_gather_objects(len(groups))) - len(groups))
         timelines = [
             Timeline(
                 read_steps(self.rollouts[number])[:count], list_step_rewards(self.rollouts[number]), is_used[number]

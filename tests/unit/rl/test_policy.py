@@ -25,6 +25,7 @@ from tests.policy_answers import (
     sample_answers,
 )
 
+NAN = float("nan")
 REWARDS = (1.0, -0.5, 0.0, 2.0)
 LENGTHS = (3, 1, 2)
 """Tokens of three answers, for values that are known."""
@@ -264,6 +265,18 @@ def test_equal_rewards_give_no_gradient(kind: str, answers: tuple[Transformer, A
     assert loss == 0.0 and not any(gradient.any() for gradient in gradients)
 
 
+def test_answers_without_a_reward_have_no_penalty(answers: tuple[Transformer, Answers], tiny_model: MakeModel) -> None:
+    """Also where a rank has no others."""
+    model, own = answers
+    config = rl_config(**UNGROUPED, kl={"coefficient": 0.1})
+    reference = tiny_model(torch.float64, seed=5, block_length=2)
+    loader = FixedAnswers(model, config, own, [NAN] * 4, reference=reference)
+    loss, gradients = loader.backward()
+    assert loss == 0.0 and not any(gradient.any() for gradient in gradients)
+    alone = FixedAnswers(model, config, own, [NAN, 1.0, NAN, 0.0], reference=reference).backward()[0]
+    assert alone != 0.0
+
+
 def test_groups_outside_the_limits_are_left_out(answers: tuple[Transformer, Answers]) -> None:
     model, own = answers
     rewards = [0.0, 1.0, 1.0, 0.9]
@@ -277,8 +290,6 @@ def test_groups_outside_the_limits_are_left_out(answers: tuple[Transformer, Answ
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages
-
-NAN = float("nan")
 
 
 def softmax_weights(centered: np.ndarray) -> np.ndarray:
