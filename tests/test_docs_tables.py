@@ -14,6 +14,7 @@ import pytest
 from config.base import Section
 from config.evaluation.tasks import AnyItemTask
 from config.finetune.preference import PreferenceLossConfig
+from config.finetune.rl import LogprobConfig
 from diffusionlm.diffusion.schedules import NoiseSchedule
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.inference.strategies import STRATEGIES
@@ -69,12 +70,17 @@ def reward_table() -> str:
     return kind_table("score of an answer", get_args(get_args(RewardConfig)[0]), has_options=False)
 
 
+def logprob_table() -> str:
+    return kind_table("log-probability of an answer", get_args(get_args(LogprobConfig)[0]), has_options=True)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies": ("decoding.md", strategy_table),
     "schedules": ("objectives.md", schedule_table),
     "preferences": ("objectives.md", preference_table),
     "tasks": ("evaluation.md", task_table),
     "rewards": ("evaluation.md", reward_table),
+    "logprobs": ("rl.md", logprob_table),
 }
 
 

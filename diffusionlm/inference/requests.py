@@ -242,7 +242,7 @@ class ActiveRequest:
         """Placeholders at masked positions."""
         self.placeholder_id = int(self.tokens_L[masked_positions[0]]) if len(masked_positions) else 0
         length = len(self.tokens_L)
-        self.is_masked_L = np.isin(np.arange(length), masked_positions)
+        self.is_masked_L = _is_among(masked_positions, length)
         self.logprobs_L = np.full(length, np.nan)
         self.step_map_L = np.zeros(length, dtype=np.int64)
         num_top = min(request.options.num_top_logprobs, settings.model.vocab_size)
@@ -372,12 +372,12 @@ class ActiveRequest:
     def commit(self, predictions: Predictions) -> None:
         """Commit the positions that the strategy selects; mask the others again if it remasks."""
         self.num_forwards += 1
-        self.is_prepared = False
+        self.is_prepared, length = False, len(self.tokens_L)
         self.choice_logprobs = predictions.choice_logprobs
         if self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
             is_selected_M = self._is_selected_M
-            is_committed_N = np.isin(self.output_positions, self._candidate_positions[is_selected_M])
+            is_committed_N = _is_among(self._candidate_positions[is_selected_M], length)[self.output_positions]
         else:
             confidence_M = predictions.confidence_N
             # In a text of a single token all positions are equal, because rotary embeddings are relative; rounding in
@@ -449,3 +449,10 @@ class ActiveRequest:
         if (first_stop := next(stops, None)) is not None:
             self.stop_index = self._num_final + first_stop
         self._num_final = end
+
+
+def _is_among(positions: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """True at some of L positions, [L]."""
+    is_among_L = np.zeros(length, dtype=np.bool_)
+    is_among_L[positions] = True
+    return is_among_L

@@ -17,11 +17,23 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training import loop
 from profiling.machine import Memory
+from profiling.rollouts import estimate_rollouts
 from tests.unit.cli.conftest import Fails
 from tests.unit.data.chat_cases import chat_tokenizer
 from tokenizer import save_tokenizer
 
 TRAIN = Path(__file__).parents[3] / "config/resources/train.toml"
+RL = """
+[rl.prompts]
+kind = "gsm8k"
+data = "questions.jsonl"
+repeats = 2
+batch_size = 2
+generation = { max_new_tokens = 16, denoising_steps = 2 }
+[objective]
+kind = "block_diffusion"
+block_length = 4
+"""
 QWEN3_06B = {
     "model_type": "qwen3",
     "hidden_size": 1024,
@@ -166,3 +178,32 @@ def test_the_next_command_reads_its_text_back(text: str, option: str, tmp_path: 
     path.write_text(fails(infer, *words[3:], "--print-config", code=0), encoding="utf-8")
     config = load_config(InferConfig, path)
     assert (config.input.infills if option == "--infill" else config.input.prompts) == (text,)
+
+
+def test_reinforcement_needs_prompts_and_estimates_its_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 answers of 4 blocks in 2 steps each, 2 at a time: 8 forwards, and 2 rows for the steps of all blocks."""
+    monkeypatch.chdir(tmp_path)
+    text = CONFIG.format(model=SMALL)
+    Path("plain.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        train.reinforce(["--config", "plain.toml"])
+    assert caught.value.code == 2 and "[rl] is missing: add [rl.prompts]" in capsys.readouterr().err
+    Path("rl.toml").write_text(text + RL, encoding="utf-8")
+    assert train.reinforce(["--config", "rl.toml", "--dry-run"]) == 0
+    lines = {line.partition("  ")[0]: line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()}
+    assert lines["answers of an update"] == "4 on a rank"
+    assert lines["forwards of an answer"] == "8 at most, decoded"
+    assert lines["rows of an answer"] == "2 at most, scored"
+    assert lines["memory, cache"] == "0.0 MiB"
+    cases = {"rl.logprobs=mean_field": 1, "rl.logprobs=coupled": 3, "rl.logprobs=sandwich": 4}
+    for override, rows in cases.items():
+        config = load_config(TrainConfig, Path("rl.toml"), [override])
+        assert estimate_rollouts(config).rows == rows
+    whole = load_config(TrainConfig, Path("rl.toml"), ["objective={kind='masked_diffusion'}"])
+    sampled = load_config(
+        TrainConfig, Path("rl.toml"), ["objective={kind='masked_diffusion'}", "rl.logprobs.sampled_steps=1"]
+    )
+    assert [estimate_rollouts(config).rows for config in (whole, sampled)] == [2, 1]
+    assert estimate_rollouts(whole, ranks=2).answers == 2

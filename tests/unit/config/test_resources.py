@@ -37,6 +37,7 @@ OTHERS: dict[str, type[Section]] = {
     "make_data.toml": MakeDataConfig,
     "pipeline.toml": PipelineConfig,
     "chat_pipeline.toml": PipelineConfig,
+    "rl_addition.toml": PipelineConfig,
     "bench_infer.toml": BenchInferConfig,
     "bench_infer_gpu.toml": BenchInferConfig,
     "bench_serve.toml": BenchServeConfig,
@@ -73,8 +74,8 @@ def test_every_command_has_a_resource() -> None:
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory that the recipe of adaptation starts from; those of other recipes have the same model."""
     directory = tmp_path / "models" / "qwen3-mask"
-    others = [tmp_path / name for name in ("models/sft-qwen3", "GSAI-ML/LLaDA-8B-Instruct", "JetLM/SDAR-1.7B-Chat")]
-    for path in (directory, *others):
+    names = ("models/sft-qwen3", "GSAI-ML/LLaDA-8B-Instruct", "JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat")
+    for path in (directory, *(tmp_path / name for name in (*names, "runs/rl-shidoku-start"))):
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

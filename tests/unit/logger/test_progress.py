@@ -143,3 +143,9 @@ def test_a_training_run(style: str, terminal: PseudoTerminal, clock: Clock) -> N
         assert "11 of 20 steps, 1.00 steps/s, loss 2.500, 12,346 tokens/s" in output
     else:
         assert output.split("\r\n")[0] == "step 11/20  loss 2.5000  12,346 tokens/s  1:01 left"
+
+
+def test_a_policy_gradient_shows_rewards(terminal: PseudoTerminal) -> None:
+    console = ConsoleLogger(20, 10, "lines", terminal.stream)
+    console.metrics(11, {"loss": 0.0, "rl/reward": 0.25, "tokens_per_second": 10.0, "seconds_left": 1.0})
+    assert "step 11/20  reward 0.2500  10 tokens/s" in terminal.read()

@@ -55,6 +55,12 @@ def test_damaged_values_leave_the_words(values: dict[str, Any]) -> None:
     assert collect_samples([LoggedRun("run", Path("run"), events=[damaged])]) == ["for people"]
 
 
+def test_an_answer_has_its_reward() -> None:
+    [part] = collect_samples([LoggedRun("run", Path("run"), events=[event(reward=0.5), event(20)])])
+    assert isinstance(part, Examples)
+    assert [output.label for output in part.examples[0].outputs] == ["step 10, reward 0.5", "step 20"]
+
+
 def test_a_long_run_shows_some_of_its_steps_and_several_runs_share_an_example() -> None:
     long = LoggedRun("long", Path("long"), events=[event(step) for step in range(1, 101)])
     other = LoggedRun("other", Path("other"), events=[event(5, step_map=[None, 7, 1, None])])

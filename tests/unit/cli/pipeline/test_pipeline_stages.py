@@ -96,6 +96,7 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
         (lambda v: settings(v, "tune", "data", source={"kind": "files", "paths": ["c.txt"]}), "c.txt"),
         (lambda v: rename(v, "tune", checkpoint="ema"), 'stage "base" has no average: set its training.ema_decay'),
         (lambda v: rename(v, "tune", checkpoint="best"), "validation.every_steps to less"),
+        (lambda v: rename(v, "tune", kind="rl"), 'kind = "rl" answers prompts, and there are none: add [rl.prompts]'),
     ],
 )
 def test_mistakes_are_refused_before_the_first_stage(

@@ -99,6 +99,19 @@ def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> No
     assert -(np.exp(logs) * logs).sum() == pytest.approx(distribution.entropy_nats, abs=1e-10)
 
 
+def test_grids_are_held_out_and_training_documents_noisy() -> None:
+    config = ShidokuGrids(validation_fraction=0.3, noise=0.2)
+    train, held_out = (ShidokuSource(config, split, "data.source") for split in ("train", "validation"))
+    assert set(train.grids) | set(held_out.grids) == set(shidoku_grids())
+    assert not set(train.grids) & set(held_out.grids) and 60 < len(held_out.grids) < 115
+    assert train.entropy_nats is None and held_out.entropy_nats == math.log(len(held_out.grids))
+    documents, _ = train.read(0, None, 4_000)
+    nearest = [min(sum(a != b for a, b in zip(text, grid, strict=True)) for grid in train.grids) for text in documents]
+    # A digit that is drawn anew is the same one in a quarter of the cases; a noisy grid may be nearer to another one.
+    assert 0.10 < np.mean(nearest) / 16 < 0.15
+    assert set(held_out.read(0, None, 500)[0]) <= set(held_out.grids)
+
+
 @pytest.mark.parametrize("size", [1, DOCUMENTS_PER_BLOCK - 1, DOCUMENTS_PER_BLOCK, 2 * DOCUMENTS_PER_BLOCK + 300])
 def test_reading_on_from_any_position(size: int, config: SyntheticText, drain: Drain) -> None:
     whole = drain(open_train(of_size(config, size)), (10 * size,))
