@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -57,6 +58,11 @@ class TrainConfig(Section):
         if self.rl is not None:
             return self.rl.kl is not None and self.rl.kl.reference == "start"
         return isinstance(self.objective, PreferenceConfig) and self.objective.loss.has_reference
+
+    @property
+    def reference_model(self) -> Path | None:
+        """Directory of the reference. None: it is the model before training, if there is one."""
+        return None if self.rl is None or self.rl.kl is None else self.rl.kl.model
 
     @property
     def block_origin(self) -> BlockOrigin:
@@ -212,6 +218,20 @@ class TrainConfig(Section):
             raise ValueError(
                 f"training.batch_size = {training.batch_size} answers of a step must be a multiple of "
                 f"rl.prompts.repeats = {rl.prompts.repeats}, the answers to a prompt"
+            )
+        without_effect = {
+            "lora.dropout": self.lora is not None and self.lora.dropout > 0.0,
+            "training.neftune_alpha": training.neftune_alpha is not None,
+            "objective.mask_noise_steps": self.objective.mask_noise_steps > 0,
+            "validation.early_stopping": self.validation.early_stopping is not None,
+        }
+        if key := next((key for key, is_set in without_effect.items() if is_set), None):
+            reason = "stops when the model has moved" if "stop" in key else "is noise that answers are decoded without"
+            raise ValueError(f"{key} {reason}, and [rl] is set: remove it")
+        if rl.prompt_masking and isinstance(self.objective, BlockDiffusionConfig):
+            raise ValueError(
+                f"rl.logprobs.prompt_masking = {rl.prompt_masking} has no effect on the clean blocks of the prompt, "
+                "which block attention sees: set it to 0"
             )
         intervals = {
             "training.max_steps": training.max_steps,

@@ -46,7 +46,6 @@ def estimate_rollouts(config: TrainConfig, ranks: int = 1) -> RolloutEstimate:
         cache = 4 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * length
     flops = 2.0 * answers * forwards * positions * active
     traffic = forwards * (2 * parameters * -(-answers // parallel_answers) + answers * cache // 2)
-    is_measured = rl.inner_steps > 1 or rl.kl is not None or rl.value is not None
     has_reference = rl.kl is not None and rl.kl.reference == "start"
     scoring = flops_per_token(
         model,
@@ -55,7 +54,7 @@ def estimate_rollouts(config: TrainConfig, ranks: int = 1) -> RolloutEstimate:
         0.5 / rows,
         "bidirectional" if block_length is None else "block_diffusion",
         block_length or 1,
-        num_measuring_forwards=is_measured + has_reference,
+        num_measuring_forwards=rl.is_measured + has_reference,
     )
     return RolloutEstimate(
         answers=answers,

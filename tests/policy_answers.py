@@ -104,6 +104,7 @@ class FixedAnswers(RolloutLoader):
             task=SimpleNamespace(repeats=repeats),
             num_prompts=count // repeats,
             num_too_long=0,
+            digest="",
             items=[None] * (count // repeats),
         )
         super().__init__(run, prompts, PolicyLoss(config, reference))

@@ -25,13 +25,15 @@ STARTED, DONE, CONFIG = "stage.json", "done.json", "config.toml"
 """Files of a stage: its fingerprint from its start on; the same when it is done; the command's config."""
 FORMAT = 1
 """Version of the fingerprint. A change makes all stages stale."""
-KEYS_WITHOUT_EFFECT = {
-    "train": (
+TRAINING_KEYS_WITHOUT_EFFECT = (
         "run.threads", "data.workers", "data.prefetch_steps", "logging", "samples", "profiler", "parallel",
         "checkpoint.background", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.resume",
         "checkpoint.config_change", "runtime.compile", "runtime.activation_checkpointing",
         "runtime.attention_backend", "runtime.prefetch", "runtime.keep_freed_memory", "runtime.garbage_collection",
-    ),
+)  # fmt: skip
+KEYS_WITHOUT_EFFECT = {
+    "train": TRAINING_KEYS_WITHOUT_EFFECT,
+    "rl": TRAINING_KEYS_WITHOUT_EFFECT,
     "convert": (),
     "eval": ("output",),
     "infer": ("output",),

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from config.base import (
     ConfigPath,
+    Fraction,
     HalfOpenFraction,
     NonNegativeInt,
     PositiveFloat,
@@ -49,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "advantage": "softmax",
             "divisor": "length",
         },
-        "spg": {"logprobs": {"kind": "sandwich"}, "inner_steps": 4, "divisor": "length"},
+        "spg": {"logprobs": {"kind": "sandwich"}, "ratio": "none", "inner_steps": 4, "divisor": "length"},
         "espo": {
             "logprobs": {"kind": "bound"},
             "ratio": "sequence",
@@ -107,10 +108,16 @@ class CoupledConfig(Section):
     the other's, divided by its share (DiffuCoder)."""
 
     kind: Literal["coupled"] = "coupled"
-    low: Probability = 0.2
+    low: Fraction = 0.2
     """Smallest share of the random mask."""
-    high: Probability = 0.8
+    high: Fraction = 0.8
     """Largest share of the random mask."""
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} must be at most high = {self.high}")
+        return self
 
 
 LogprobConfig = Annotated[
@@ -166,8 +173,9 @@ class RLConfig(Section):
     divisor: Literal["answers", "length", "tokens"] = "answers"
     """The loss is a sum over tokens. answers: divided by the answers of the step. length: each answer's sum also by
     its tokens. tokens: divided by all tokens of the step."""
-    ratio: Literal["token", "sequence"] = "token"
-    """What later inner steps correct by p / p_old: each token, or the answer as exp((log p - log p_old) / tokens)."""
+    ratio: Literal["token", "sequence", "none"] = "token"
+    """What later inner steps correct by p / p_old: each token; the answer, as exp((log p - log p_old) / tokens), whose
+    gradient is divided by the answer's tokens; or nothing (SPG)."""
     clip: PositiveFloat | None = None
     """Limit of the ratio to [1 - clip, 1 + clip] where it would help the loss (PPO). None: no limit."""
     inner_steps: PositiveInt = 1
@@ -186,11 +194,35 @@ class RLConfig(Section):
     num_shown: NonNegativeInt = 2
     """Answers with rewards that are logged every `samples.every_steps`."""
 
+    @property
+    def prompt_masking(self) -> float:
+        """Share of the prompt that is masked."""
+        return self.logprobs.prompt_masking if isinstance(self.logprobs, MeanFieldConfig) else 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """The loss depends on what the model computes, so a forward without gradient comes first. It does not in a
+        single inner step without a penalty, where the weights of positions follow from the rewards."""
+        has_penalty = self.kl is not None and (self.kl.reference == "start" or self.inner_steps > 1)
+        has_bound = isinstance(self.logprobs, SandwichConfig) or self.value is not None
+        return self.inner_steps > 1 or has_penalty or has_bound
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
         preset = values.get("preset") if isinstance(values, dict) else None
-        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
+        if not (isinstance(preset, str) and preset in PRESETS):
+            return values
+        merged = {**PRESETS[preset], **values}
+        for name, published in PRESETS[preset].items():
+            own = values.get(name)
+            if (
+                isinstance(published, dict)
+                and isinstance(own, dict)
+                and own.get("kind") in (None, published.get("kind"))
+            ):
+                merged[name] = {**published, **own}
+        return merged
 
     @model_validator(mode="after")
     def _check_keys_agree(self) -> Self:
@@ -203,10 +235,26 @@ class RLConfig(Section):
         if self.kl is not None and self.kl.model is not None and self.kl.reference == "old":
             raise ValueError('kl.model has no effect with kl.reference = "old": remove one of them')
         is_sampled = isinstance(self.logprobs, ReplayConfig) and self.logprobs.sampled_steps is not None
-        if is_sampled and self.ratio == "sequence":
+        needs_all = 'ratio = "sequence"' if self.ratio == "sequence" else None
+        needs_all = 'kl.per = "answer"' if self.kl is not None and self.kl.per == "answer" else needs_all
+        if is_sampled and needs_all is not None:
             raise ValueError(
-                'logprobs.sampled_steps scores a part of an answer, and ratio = "sequence" needs all of it: remove one'
+                f"logprobs.sampled_steps scores a part of an answer, and {needs_all} needs all of it: remove one"
             )
+        if self.ratio == "sequence" and self.divisor != "answers":
+            raise ValueError(
+                f'ratio = "sequence" divides by the tokens of the answer, and divisor = "{self.divisor}": remove it'
+            )
+        is_bound = isinstance(self.logprobs, BoundConfig | SandwichConfig)
+        if is_bound and self.inner_steps > 1 and self.ratio == "token":
+            raise ValueError(
+                f'logprobs.kind = "{self.logprobs.kind}" weighs tokens by the tokens over the masks, which a ratio of '
+                'each has in its exponent: set ratio = "sequence" or "none"'
+            )
+        if self.clip is not None and self.ratio == "none":
+            raise ValueError(f'clip = {self.clip} limits ratios, and ratio = "none" has none: remove one of them')
+        if self.min_reward is not None and self.max_reward is not None and self.min_reward > self.max_reward:
+            raise ValueError(f"min_reward = {self.min_reward} must be at most max_reward = {self.max_reward}")
         if self.value is not None and (is_sampled or not isinstance(self.logprobs, ReplayConfig)):
             raise ValueError(
                 'value has advantages of all steps: set logprobs = "replay" without sampled_steps, or remove value'

@@ -203,6 +203,8 @@ class WeighedLoss:
     """Its value, divided by the denominator of the step, 0-d."""
     preferences: PreferenceResults | None = None
     """What is logged of preferences. None: another objective."""
+    observe: Callable[[Tensor], None] | None = None
+    """Called with the negative log-likelihoods of the forward, [N]. None: they are not looked at."""
 
 
 class ModelLoss(Protocol):

@@ -76,7 +76,7 @@ class GradedTask(GenerationTask, ItemTask):
     @property
     def reads_steps(self) -> bool:
         """A reward reads the text after each step."""
-        return any(isinstance(reward, PythonReward) for reward in self.rewards)
+        return any(isinstance(reward, PythonReward) and reward.reads_steps for reward in self.rewards)
 
     @property
     def input_files(self) -> tuple[Path, ...]:

@@ -56,7 +56,12 @@ class RolloutLoader(StepLoader):
         self.rollouts: list[Rollout] = []
         """Answers of the last step, of all ranks."""
         self._noised_batches: list[NoisedBatch] = []
+        self._metrics: dict[str, float] = {}
+        """Of the last rollout, for all of its inner steps."""
+        self._has_warned = False
+        """Of an answer that could not be graded."""
         self._num_positions = self._num_padding = 0
+        self._digest = prompts.digest
         self._step = 0
 
     @property
@@ -66,16 +71,15 @@ class RolloutLoader(StepLoader):
     def next_step(self, step: int) -> LoadedStep:
         started = time.perf_counter()
         rollout, inner_step = divmod(step, self.config.inner_steps)
-        metrics: dict[str, float] = {}
         if inner_step == 0:
             self.rollouts = self.roll_out(rollout)
             is_used = self._select_answers()
             advantages = self._compute_advantages(is_used)
-            metrics = summarize(self.rollouts, [bool(own.any()) for own in advantages], self.prompts.task.repeats)
-            rollout_seconds = time.perf_counter() - started
+            self._metrics = summarize(self.rollouts, [bool(own.any()) for own in advantages], self.prompts.task.repeats)
+            self._metrics["rl/prompts_left_out"] = float(self.prompts.num_too_long)
+            self._metrics["rl/rollout_seconds"] = time.perf_counter() - started
             self._build_batches(rollout, is_used, advantages)
-            metrics |= {"rl/rollout_seconds": rollout_seconds, "rl/prompts_left_out": float(self.prompts.num_too_long)}
-        self.loss.metrics = metrics
+        metrics = self.loss.metrics = dict(self._metrics)
         self._step = step + 1
         seconds = time.perf_counter() - started
         num_tokens = sum(batch.num_targets for batch in self._noised_batches)
@@ -84,12 +88,19 @@ class RolloutLoader(StepLoader):
     def state_dict(self) -> dict[str, Any]:
         """Counts that are logged; what is rolled out next follows from the step."""
         epoch = self._step // self.config.inner_steps * self.prompts.num_prompts // len(self.prompts.items)
-        state = {"epoch": epoch, "num_positions": self._num_positions, "padding": self._num_padding}
+        state: dict[str, Any] = {"epoch": epoch, "num_positions": self._num_positions, "padding": self._num_padding}
+        state["prompts"] = self._digest
         # The head writes what it learns in the step into its state.
         return state if self.loss.value is None else {**state, "value": self.loss.value.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_positions, self._num_padding = state["num_positions"], state["padding"]
+        is_same = state["prompts"] == self._digest
+        if not is_same and self.run.config.checkpoint.config_change == "refuse":
+            raise ValueError(
+                "rl.prompts: the prompts, or a file of their rewards, are not those of the checkpoint: restore them, "
+                'name another run.directory, or set checkpoint.config_change = "accept"'
+            )
         if self.loss.value is not None:
             self.loss.value.load_state_dict(state["value"])
 
@@ -105,13 +116,38 @@ class RolloutLoader(StepLoader):
         own = range(count) if is_collective else self._own_answers(count)
         state.parallel.wait_for_weights()
 
-        def compute() -> list[Rollout]:
+        def decode() -> list[Rollout]:
             with torch.no_grad(), autocast(self.run.settings):
-                return self.prompts.roll_out(state.model, rollout, own)
+                return self.prompts.decode(state.model, rollout, own)
 
         if is_collective:
-            return compute()
-        return [item for part in world.run_on_all(compute) for item in part]
+            share = self._own_answers(count)
+            decoded = decode()[share.start : share.stop]
+            parts = world.run_on_all(lambda: list(map(self.prompts.grade, decoded)))
+        else:
+            parts = world.run_on_all(lambda: list(map(self.prompts.grade, decode())))
+        rollouts = [item for part in parts for item in part]
+        self._check_grades(rollouts)
+        return rollouts
+
+    def _check_grades(self, rollouts: Sequence[Rollout]) -> None:
+        """Warn of the first answer that cannot be graded.
+
+        Raises:
+            ValueError: no answer can be graded, or rewards of steps cannot be compared with those of answers.
+        """
+        errors = [item.error for item in rollouts if item.error is not None]
+        if len(errors) == len(rollouts):
+            raise ValueError(f"rl.prompts: no answer of {len(rollouts)} can be graded: {errors[0]}")
+        if errors and not self._has_warned:
+            self._has_warned = True
+            self.run.log(f"warning: {len(errors)} answers cannot be graded, and are left out: {errors[0]}")
+        has_steps = any(item.step_rewards is not None for item in rollouts)
+        if has_steps and self.config.value is None and self.config.advantage in ("standardized", "softmax"):
+            raise ValueError(
+                f'rl.advantage = "{self.config.advantage}" changes the scale of rewards, and those of steps are '
+                'taken off: set rl.advantage = "centered" or "leave_one_out"'
+            )
 
     def _own_answers(self, count: int) -> range:
         """Numbers of the answers that this rank decodes and scores."""
@@ -140,7 +176,7 @@ class RolloutLoader(StepLoader):
         for item, advantage, is_own in zip(self.rollouts, advantages_PG.flatten().tolist(), is_used, strict=True):
             steps_J = read_steps(item)
             past_J = np.concatenate([[0.0], np.cumsum(list_step_rewards(item))])[steps_J - 1]
-            has_steps = is_own and item.step_rewards is not None
+            has_steps = is_own and item.step_rewards is not None and self.config.value is None
             advantages.append(np.full(len(steps_J), advantage) - (past_J if has_steps else 0.0))
         return advantages
 
@@ -167,7 +203,8 @@ class RolloutLoader(StepLoader):
             for row in own_rows
             if is_active[index]
         ] or [PlacedRow(texts[0], segments[0], rows[0][0], 0)]
-        size = self.run.config.training.micro_batch_size or len(selected)
+        selected.sort(key=lambda item: -len(item.text.tokens_L))  # so that micro-batches have little padding
+        size = self.run.config.training.micro_batch_size or len(own)
         groups = [selected[start : start + size] for start in range(0, len(selected), size)]
         num_filled = len(groups) if any(is_active) else 0
         groups += [groups[0]] * (max(world.all_gather_objects(len(groups))) - len(groups))
@@ -178,7 +215,11 @@ class RolloutLoader(StepLoader):
             for number, count in zip(own, counts, strict=True)
         ]
         advantages_J = np.concatenate([advantages[number][:count] for number, count in zip(own, counts, strict=True)])
-        self._collate(groups, num_filled, timelines, advantages_J)
+        sampled = [self.rollouts[number].answer.trajectory for number in own]
+        sampled_J = np.concatenate(
+            [item.logprobs_L[item.committed_positions][:count] for item, count in zip(sampled, counts, strict=True)]
+        )
+        self._collate(groups, num_filled, timelines, advantages_J, sampled_J)
 
     def _collate(
         self,
@@ -186,15 +227,16 @@ class RolloutLoader(StepLoader):
         num_filled: int,
         timelines: Sequence[Timeline],
         advantages_J: NDArray[np.float64],
+        sampled_J: NDArray[np.float64],
     ) -> None:
         """Build a micro-batch of each group of rows; those after ``num_filled`` have coefficients 0."""
-        longest = max(len(item.text.tokens_L) for group in groups for item in group)
         context = self.run.state.model.config.max_position_embeddings
-        length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
         batches, tokens, coefficients = [], [], []
         answers_J = np.repeat(np.arange(len(timelines)), [len(own.steps_J) for own in timelines])
         weights_J = np.ones(len(answers_J))
         for index, group in enumerate(groups):
+            longest = max(len(item.text.tokens_L) for item in group)
+            length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
             noised_batch, tokens_N, coefficients_N = build_scored_batch(group, self.layout, length)
             batches.append(noised_batch)
             tokens.append(tokens_N)
@@ -216,6 +258,7 @@ class RolloutLoader(StepLoader):
                 torch.from_numpy(weights_J),
                 torch.from_numpy(advantages_J),
                 torch.from_numpy(lengths_Q).double(),
+                torch.from_numpy(sampled_J),
                 tuple(len(own) for own in tokens),
                 tuple(timelines),
             )

@@ -58,9 +58,12 @@ class ScoredText:
     def from_trajectory(
         cls, trajectory: Trajectory, block_length: int | None, segments: TextSegments, *, is_replayed: bool
     ) -> ScoredText:
-        """The tokens that are scored: of a replay all that were committed, on the whole canvas; else those up to the
-        stop token, on the text that ends with it."""
+        """The tokens that are scored: of a replay all that were committed, on the whole canvas, or with blocks up to
+        that of the last one; else those up to the stop token, on the text that ends with it."""
         end = len(trajectory.tokens_L) if is_replayed else trajectory.text_length
+        if is_replayed and block_length is not None and trajectory.step_map_L.any():
+            last = trajectory.committed_positions[-1:]
+            end = min(end, segments.block_end(int(segments.block_starts(last, block_length)[0]), block_length))
         is_scored_L = trajectory.step_map_L[:end] > 0
         positions_J = np.flatnonzero(is_scored_L)
         starts_J = np.zeros_like(positions_J)
@@ -114,10 +117,7 @@ def build_rows(config: LogprobConfig, texts: Sequence[ScoredText], key: NoiseKey
 
 def _replay(config: ReplayConfig, text: ScoredText, rng: np.random.Generator) -> Iterator[ScoredRow]:
     """Row r masks what was committed in the r-th step of its block or later, and scores that step (TraceRL)."""
-    slices_J = np.zeros_like(text.steps_J)
-    for block in range(int(text.blocks_J.max(initial=-1)) + 1):
-        is_own_J = text.blocks_J == block
-        slices_J[is_own_J] = np.unique(text.steps_J[is_own_J], return_inverse=True)[1] // config.shrink
+    slices_J = _rank_steps(text) // config.shrink
     count = int(slices_J.max(initial=-1)) + 1
     selected = np.arange(count)
     if config.sampled_steps is not None and config.sampled_steps < count:
@@ -126,6 +126,19 @@ def _replay(config: ReplayConfig, text: ScoredText, rng: np.random.Generator) ->
         tokens = np.flatnonzero(slices_J == number)
         is_hidden_L = _mask(text, np.flatnonzero(slices_J >= number))
         yield ScoredRow(is_hidden_L, tokens, np.ones(len(tokens)), count / len(selected))
+
+
+def _rank_steps(text: ScoredText) -> NDArray[np.int64]:
+    """Number of each token's step among those of its block, from 0."""
+    order_J = np.lexsort((text.steps_J, text.blocks_J))
+    blocks_J, steps_J = text.blocks_J[order_J], text.steps_J[order_J]
+    is_first_J = np.diff(blocks_J, prepend=-1) != 0
+    changes_J = np.cumsum((np.diff(steps_J, prepend=-1) != 0) & ~is_first_J)
+    ranks_J = np.empty_like(changes_J)
+    ranks_J[order_J] = changes_J - np.repeat(
+        changes_J[is_first_J], np.diff([*np.flatnonzero(is_first_J), len(blocks_J)])
+    )
+    return ranks_J
 
 
 def _mask(text: ScoredText, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:

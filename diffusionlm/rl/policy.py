@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.finetune.rl import KLConfig, RLConfig, SandwichConfig
+from config.finetune.rl import KLConfig, ReplayConfig, RLConfig, SandwichConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.preference import WeighedLoss, compute_nll
 from diffusionlm.kernels.loss_types import LossInputs
@@ -26,6 +27,8 @@ from diffusionlm.models.lora import before_training
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl.value import ValueHead, discount_rewards, estimate_advantages
 
+EQUAL_REWARDS = 1e-9
+"""Relative difference of rewards that is rounding."""
 MAX_LOG_RATIO = 10.0
 """Log-ratios are cut to this, so that no exponential overflows."""
 
@@ -41,7 +44,7 @@ def compute_advantages(rewards_PG: NDArray[np.float64], kind: str) -> NDArray[np
         rewards = rewards_G[is_graded_G]
         if kind == "none":
             advantages_G[is_graded_G] = rewards
-        elif len(rewards) and rewards.min() < rewards.max():  # the mean of equal numbers may differ from them
+        elif len(rewards) and np.ptp(rewards) > EQUAL_REWARDS * np.abs(rewards).max():
             advantages_G[is_graded_G] = _compare(rewards - rewards.mean(), kind)
     return advantages_PG
 
@@ -85,6 +88,8 @@ class ScoredAnswers:
     advantages_J: Tensor
     lengths_Q: Tensor
     """Tokens of each answer, at least 1."""
+    sampled_J: Tensor
+    """Log p of each token when it was sampled."""
     position_counts: tuple[int, ...]
     """Scored positions of each micro-batch."""
     timelines: tuple[Timeline, ...] = ()
@@ -149,13 +154,15 @@ def compute_loss(
     """
     lengths_J = answers.lengths_Q[answers.answers_J]
     weights_J = answers.weights_J / lengths_J if config.divisor == "length" else answers.weights_J
-    if config.ratio == "token":
+    if config.ratio != "sequence":
         differences, advantages, weights = logprobs_J - old_J, answers.advantages_J, weights_J
     else:
         differences = answers.sum_tokens(logprobs_J - old_J) / answers.lengths_Q
         advantages = answers.sum_tokens(answers.advantages_J / lengths_J)
         weights = torch.ones_like(advantages)
     ratios = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.ratio == "none":
+        ratios = torch.ones_like(ratios) + differences - differences.detach()
     gains, is_clipped = ratios * advantages, torch.zeros_like(ratios, dtype=torch.bool)
     if config.clip is not None:
         clipped_gains = ratios.clamp(1.0 - config.clip, 1.0 + config.clip) * advantages
@@ -208,21 +215,15 @@ class PolicyLoss:
     """Values of the first inner step. None: this is the first one."""
     _reference_N: Tensor | None = None
     """The reference's log p of the scored positions."""
+    _returns_J: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Rewards from each token's step on, for a value function."""
     _values: list[Tensor] = field(default_factory=list)
     """Values of the scored positions, by micro-batch."""
 
     @property
-    def is_measured(self) -> bool:
-        """The weights depend on what the model computes: they do not in a single step without a penalty, where they are
-        ``A c / Z``."""
-        config = self.config
-        needs_values = config.inner_steps > 1 or config.kl is not None or config.value is not None
-        return needs_values or isinstance(config.logprobs, SandwichConfig)
-
-    @property
     def num_measuring_forwards(self) -> int:
         """Of the model, and of its reference, whose values are kept for all inner steps."""
-        return self.is_measured + (self.has_reference and self._reference_N is None)
+        return self.config.is_measured + self.has_reference
 
     @property
     def has_reference(self) -> bool:
@@ -231,11 +232,15 @@ class PolicyLoss:
     def start(self, answers: ScoredAnswers) -> None:
         """Begin with new answers."""
         self.answers, self._old_J, self._reference_N, self._values, self.metrics = answers, None, None, [], {}
+        if self.config.value is not None:
+            gamma = self.config.value.gamma
+            returns = [discount_rewards(own.rewards_U, gamma)[own.steps_J - 1] for own in answers.timelines]
+            self._returns_J = torch.from_numpy(np.concatenate(returns))
 
     def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> list[Tensor]:
         """Log p of each target under the model and, before the first inner step, under the reference, each [N]."""
         with self._record_values(model):
-            measured = [-compute_nll(model, noised_batch, loss_inputs).double()] if self.is_measured else []
+            measured = [-compute_nll(model, noised_batch, loss_inputs).double()] if self.config.is_measured else []
         if self.has_reference and self._reference_N is None:
             reference = model if self.reference is None else self.reference
             with before_training(model) if self.reference is None else nullcontext():
@@ -249,11 +254,9 @@ class PolicyLoss:
             yield
             return
         assert self.answers is not None and self.config.value is not None, "start comes first"
-        gamma, index = self.config.value.gamma, len(self._values)
-        returns = [discount_rewards(own.rewards_U, gamma)[own.steps_J - 1] for own in self.answers.timelines]
-        scored = (self.answers.tokens_N, self.answers.coefficients_N)
+        index, scored = len(self._values), (self.answers.tokens_N, self.answers.coefficients_N)
         tokens_N, coefficients_N = (torch.split(all_N, [*self.answers.position_counts])[index] for all_N in scored)
-        device, returns_N = model.lm_head.weight.device, torch.from_numpy(np.concatenate(returns))[tokens_N]
+        device, returns_N = model.lm_head.weight.device, self._returns_J[tokens_N]
         is_counted_N = (coefficients_N != 0.0).double().to(device)
         with self.value.record(model, returns_N.to(device), is_counted_N, self._values):
             yield
@@ -284,11 +287,12 @@ class PolicyLoss:
         assert self.answers is not None, "start comes first"
         answers = self.answers.to(loss_inputs[0].weights_N.device)
         logprobs_N = torch.zeros_like(answers.coefficients_N)
-        if self.is_measured:
+        if self.config.is_measured:
             logprobs_N = torch.cat([values[0] for values in measured])
         if self.has_reference and self._reference_N is None:
             self._reference_N = torch.cat([values[1] for values in measured])
-        if self.value is not None and self._old_J is None:
+        is_first = self._old_J is None
+        if self.value is not None and is_first:
             self.answers = answers = self._estimate_advantages(answers, all_reduce)
         with torch.enable_grad():
             logprobs_N.requires_grad_()
@@ -300,26 +304,54 @@ class PolicyLoss:
                 reference_J = combine(self.config, answers, self._reference_N)
             terms = compute_loss(self.config, answers, logprobs_J, self._old_J, reference_J)
             (slopes_N,) = torch.autograd.grad(terms.loss, logprobs_N)
-        if self.is_measured:
-            self._add_metrics(terms, all_reduce)
+        if self.config.is_measured:
+            self._add_metrics(answers, terms, all_reduce)
         losses = torch.zeros(len(loss_inputs), dtype=torch.float64, device=logprobs_N.device)
         losses[0] = terms.loss.detach() / denominator
+        slopes = torch.split(slopes_N, [*answers.position_counts])
+        observers = self._build_observers(answers, all_reduce) if is_first else [None] * len(slopes)
         return [
-            WeighedLoss(replace(inputs, weights_N=-slopes * inputs.weights_N), loss)
-            for inputs, slopes, loss in zip(
-                loss_inputs, torch.split(slopes_N, [*answers.position_counts]), losses, strict=True
-            )
+            WeighedLoss(replace(inputs, weights_N=-own_N * inputs.weights_N), loss, observe=observe)
+            for inputs, own_N, loss, observe in zip(loss_inputs, slopes, losses, observers, strict=True)
         ]
 
-    def _add_metrics(self, terms: LossTerms, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Statistics of ratios and penalties, which the host waits for."""
-        ratios, count = terms.ratios, torch.full_like(terms.loss.detach(), len(terms.ratios))
-        values = (ratios.sum(), (ratios - 1.0).square().sum(), terms.is_clipped.sum(), terms.penalties.sum())
-        total, squares, clipped, penalties, number = all_reduce(torch.stack([*values, count])).tolist()
-        number = max(number, 1.0)
-        self.metrics["rl/ratio_mean"] = total / number
-        self.metrics["rl/ratio_deviation"] = (squares / number) ** 0.5
+    def _build_observers(
+        self, answers: ScoredAnswers, all_reduce: Callable[[Tensor], Tensor]
+    ) -> Sequence[Callable[[Tensor], None] | None]:
+        """For each micro-batch a function of the losses of its targets: together they measure ``rl/logprob_gap``, the
+        mean difference between log p in training and when the tokens were sampled, which replays make rounding."""
+        counts, totals = [*answers.position_counts], torch.zeros(2, dtype=torch.float64, device=answers.tokens_N.device)
+        if not isinstance(self.config.logprobs, ReplayConfig):
+            return [None] * len(counts)
+        sampled, coefficients = (
+            torch.split(all_N, counts) for all_N in (answers.sampled_J[answers.tokens_N], answers.coefficients_N)
+        )
+
+        def add(index: int, nll_N: Tensor) -> None:
+            is_counted_N = (coefficients[index] != 0.0).double()
+            totals.add_(torch.stack([((nll_N + sampled[index]).abs() * is_counted_N).sum(), is_counted_N.sum()]))
+            if index == len(counts) - 1:
+                total, count = all_reduce(totals).tolist()
+                self.metrics["rl/logprob_gap"] = total / max(count, 1.0)
+
+        return [partial(add, index) for index in range(len(counts))]
+
+    def _add_metrics(self, answers: ScoredAnswers, terms: LossTerms, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Statistics of ratios and penalties over the tokens, or answers, that are scored; the host waits for them."""
+        ones_N = (answers.coefficients_N != 0.0).double()
+        is_scored_J = torch.zeros_like(answers.advantages_J).index_add(0, answers.tokens_N, ones_N) > 0.0
+        is_scored_Q = answers.sum_tokens(is_scored_J.double()) > 0.0
+        own = [
+            is_scored_J if len(values) == len(is_scored_J) else is_scored_Q
+            for values in (terms.ratios, terms.penalties)
+        ]
+        ratios, clipped, penalties = terms.ratios[own[0]], terms.is_clipped[own[0]], terms.penalties[own[1]]
+        counts = [torch.ones_like(values).sum() for values in (ratios, penalties)]
+        sums = (ratios.sum(), (ratios - 1.0).square().sum(), clipped.double().sum(), penalties.sum())
+        total, squares, num_clipped, penalty, number, num_penalties = all_reduce(torch.stack([*sums, *counts])).tolist()
+        self.metrics["rl/ratio_mean"] = total / max(number, 1.0)
+        self.metrics["rl/ratio_deviation"] = (squares / max(number, 1.0)) ** 0.5
         if self.config.clip is not None:
-            self.metrics["rl/clip_share"] = clipped / number
+            self.metrics["rl/clip_share"] = num_clipped / max(number, 1.0)
         if self.config.kl is not None:
-            self.metrics["rl/kl"] = penalties / max(len(terms.penalties) * number / max(len(ratios), 1), 1.0)
+            self.metrics["rl/kl"] = penalty / max(num_penalties, 1.0)

@@ -375,9 +375,8 @@ class CodeReward(RewardSection):
 
 
 class PythonReward(RewardSection):
-    """What a function of a Python file returns for a dict with prompt, answer, gold, fields and steps (the text after
-    each decoding step): a number, or a list with a number for each step. It runs in a process of its own, and what it
-    prints is dropped."""
+    """What a function of a Python file returns for a dict with prompt, answer, gold, fields and steps: a number, or a
+    list with a number for each step. It runs in a process of its own, and what it prints is dropped."""
 
     kind: Literal["python"] = "python"
     path: ConfigPath
@@ -386,6 +385,8 @@ class PythonReward(RewardSection):
     """Name of the function."""
     timeout_seconds: Annotated[float, Field(gt=0.0, le=3600.0)] = 10.0
     """Time of each call, after which the process is replaced."""
+    reads_steps: bool = False
+    """In training, steps has the text after each forward of decoding. false: only the last one."""
     is_share: ClassVar[bool] = False
 
     def check(self, answer: GradedAnswer) -> None:

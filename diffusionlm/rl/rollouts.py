@@ -6,6 +6,7 @@ of ranks, or of what is decoded at the same time, up to rounding.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl.graded import GradedTask
+from files.paths import hash_file
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
@@ -40,8 +42,8 @@ class Rollout:
     item: TaskItem
     request: PreparedRequest
     answer: DecodedAnswer
-    reward: float
-    """nan: it could not be graded, and is left out."""
+    reward: float = math.nan
+    """nan: it is not graded, or could not be, and is left out."""
     step_rewards: tuple[float, ...] | None = None
     """Reward of each forward, in order. None: all of it belongs to the end."""
     error: str | None = None
@@ -129,8 +131,8 @@ class PromptSet:
             selected.append(self.items[order[index]])
         return selected
 
-    def roll_out(self, model: Transformer, rollout: int, numbers: Sequence[int]) -> list[Rollout]:
-        """Decode and grade some answers of a rollout, in order.
+    def decode(self, model: Transformer, rollout: int, numbers: Sequence[int]) -> list[Rollout]:
+        """Decode some answers of a rollout, in order.
 
         Args:
             numbers: of the answers, from 0; those to a prompt follow each other.
@@ -146,27 +148,37 @@ class PromptSet:
             requests.append((replace(request, seed=seed), self.task.stop))
         answers = dict(decode_answers(model, self.prepared.requests.tokenizer, requests, self.task.batch_size))
         return [
-            self._grade(number // repeats, items[number // repeats], request, answers[index])
+            Rollout(number // repeats, items[number // repeats], request, answers[index])
             for index, (number, (request, _)) in enumerate(zip(numbers, requests, strict=True))
         ]
 
-    def _grade(self, group: int, item: TaskItem, request: PreparedRequest, answer: DecodedAnswer) -> Rollout:
-        text, reward, step_rewards, problem = self.prepared.answer_prefix(item) + answer.text, math.nan, None, None
-        try:
-            verdict, step_rewards = self.task.grade_steps(item, text, self._read_steps(answer))
-            reward = next(iter(verdict.is_correct.values()))
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        rollout = Rollout(group, item, request, answer, reward, step_rewards, problem)
+    def grade(self, rollout: Rollout) -> Rollout:
+        """Give an answer its reward."""
+        item, answer = rollout.item, rollout.answer
         if rollout.is_overlong and self.config.overlong != "keep":
-            return replace(rollout, reward=0.0 if self.config.overlong == "zero" else math.nan, step_rewards=None)
-        return rollout
+            return replace(rollout, reward=0.0 if self.config.overlong == "zero" else math.nan)
+        text, has_steps = self.prepared.answer_prefix(item) + answer.text, self.reads_steps
+        try:
+            verdict, rewards = self.task.grade_steps(item, text, self._read_steps(answer) if has_steps else [text])
+        except Exception as error:
+            return replace(rollout, error=f"{type(error).__name__}: {error}")
+        reward = next(iter(verdict.is_correct.values()))
+        return replace(rollout, reward=reward, step_rewards=rewards if has_steps else None)
+
+    @property
+    def reads_steps(self) -> bool:
+        """A reward reads the text after each forward, and may reward each."""
+        return isinstance(self.task, GradedTask) and self.task.reads_steps
+
+    @property
+    def digest(self) -> str:
+        """A hash of the prompts and of the files that their rewards are read from."""
+        texts = [f"{item.id} {self.prepared.hash_prompt(item)} {item.gold}" for item in self.items]
+        return hashlib.sha256("\n".join([*texts, *map(hash_file, self.task.input_files)]).encode()).hexdigest()[:16]
 
     def _read_steps(self, answer: DecodedAnswer) -> list[str]:
-        """The text after each forward, if a reward reads it; else one text."""
+        """The text after each forward."""
         trajectory = answer.trajectory
-        if not (isinstance(self.task, GradedTask) and self.task.reads_steps):
-            return [answer.text]
         end = trajectory.text_length - (answer.finish_reason == "stop")
         tokens, steps = trajectory.tokens_L[:end], trajectory.step_map_L[:end]
         decode = self.prepared.requests.tokenizer.decode
@@ -190,14 +202,16 @@ def summarize(rollouts: Sequence[Rollout], has_advantage: Sequence[bool], repeat
     num_forwards = sum(item.answer.num_forwards for item in rollouts)
     is_active_P = np.array(has_advantage).reshape(-1, repeats).any(axis=1)
     valid = rewards_PG[~np.isnan(rewards_PG)]
+    graded = [own[~np.isnan(own)] for own in rewards_PG if not np.isnan(own).all()]
     return {
         "rl/reward": float(valid.mean()) if len(valid) else float("nan"),
         "rl/reward_deviation": float(valid.std()) if len(valid) else float("nan"),
-        "rl/best_of_group": float(np.nan_to_num(rewards_PG, nan=-np.inf).max(axis=1).mean()) if len(valid) else 0.0,
+        "rl/best_of_group": float(np.mean([max(own) for own in graded])) if graded else float("nan"),
         "rl/entropy": float(-np.nanmean(logprobs)) if num_committed else 0.0,
         "rl/groups_without_gradient": float(1.0 - is_active_P.mean()),
         "rl/answer_tokens": float(np.mean(lengths)),
         "rl/stopped_share": endings["stop"] / len(rollouts),
+        "rl/overlong_share": sum(item.is_overlong for item in rollouts) / len(rollouts),
         "rl/tokens_per_forward": num_committed / max(num_forwards, 1),
         "rl/ungraded": float(sum(item.error is not None for item in rollouts)),
     }

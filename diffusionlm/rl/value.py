@@ -9,6 +9,7 @@ Shapes: N scored positions, D hidden, J tokens of an answer, U forwards of an an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +95,8 @@ class ValueHead:
         sums = all_reduce(torch.cat([gradient, self._totals]))
         squared_error, count = sums[-2:].tolist()
         gradient.copy_(sums[:-2] / max(count, 1.0))
+        if not math.isfinite(squared_error):  # the step is skipped as well
+            gradient.zero_()
         self._num_updates += 1
         first.lerp_(gradient, 1.0 - BETAS[0])
         second.lerp_(gradient.square(), 1.0 - BETAS[1])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from config.finetune.lora import LoraTrainingConfig
-from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
 from ddp.parallelism import local_values
 from diffusionlm.checkpoints.adapter_files import (
@@ -33,7 +32,7 @@ class AdapterSpec:
     base_dtype: torch.dtype
     """Dtype of the frozen weights of adapted projections; all other parameters are float32."""
     keeps_start: bool = False
-    """The adapter of `lora.init_from` is a part of the reference of preferences."""
+    """The adapter of `lora.init_from` is a part of the reference that the loss compares with."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, precision: torch.dtype) -> AdapterSpec | None:
@@ -41,9 +40,7 @@ class AdapterSpec:
         if config.lora is None:
             return None
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        objective = config.objective
-        has_reference = isinstance(objective, PreferenceConfig) and objective.loss.has_reference
-        keeps_start = config.lora.init_from is not None and has_reference
+        keeps_start = config.lora.init_from is not None and config.has_reference
         return cls(config.lora, dtypes.get(config.lora.base, precision), keeps_start)
 
     def add_to(self, model: Transformer, seed: int, device: torch.device | None = None) -> None:

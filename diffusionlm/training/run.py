@@ -207,7 +207,9 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
-        reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state, model_builder)),
+        reference_fingerprint=world.run_on_first(
+            lambda: _fingerprint_reference(state, find_reference(config, model_builder))
+        ),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
         early_stopping=EarlyStopping(config.validation.early_stopping),
     )
@@ -242,6 +244,20 @@ def build_train_state(
     return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, reference, loss)
 
 
+def find_reference(config: TrainConfig, builder: ModelBuilder) -> ModelBuilder:
+    """The builder of the reference: that of the model before training, or of `rl.kl.model`.
+
+    Raises:
+        ValueError: `rl.kl.model` is of another architecture.
+    """
+    if config.reference_model is None:
+        return builder
+    with prefix_errors(f"rl.kl.model = {config.reference_model}"):
+        directory = resolve_model_directory(config.reference_model)
+        config.model.check_same_architecture(read_model_config(directory))
+    return replace(builder, directory=directory, adapter=None)
+
+
 def build_reference(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
 ) -> Transformer | None:
@@ -253,14 +269,10 @@ def build_reference(
     Raises:
         ValueError: `rl.kl.model` is of another architecture.
     """
-    directory = None if config.rl is None or config.rl.kl is None else config.rl.kl.model
-    if directory is not None:
-        with prefix_errors(f"rl.kl.model = {directory}"):
-            directory = resolve_model_directory(directory)
-            config.model.check_same_architecture(read_model_config(directory))
-            builder = replace(builder, directory=directory, adapter=None)
-    elif not config.has_reference or (config.lora is not None and not config.lora.trains_base):
+    is_base = config.lora is not None and not config.lora.trains_base
+    if not config.has_reference or (is_base and config.reference_model is None):
         return None
+    builder = find_reference(config, builder)
     if isinstance(config.parallel, FSDP):
         model = builder.build_on_meta().requires_grad_(requires_grad=False)
         parallelize(model, config, world, device, precision).materialize(builder.values)

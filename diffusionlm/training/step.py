@@ -185,6 +185,8 @@ def backward_micro_batches(
         monitor.add_micro_batch(noised_batch, output.nll_N)
         if weighed is not None and weighed.preferences is not None:
             monitor.add_preferences(weighed.preferences)
+        if weighed is not None and weighed.observe is not None:
+            weighed.observe(output.nll_N.detach())
         state.master_weights.accumulate_gradients()
         loss += output.loss_sum.detach() if weighed is None else weighed.loss
         if output.load_balancing_loss is not None:

@@ -142,7 +142,9 @@ KL = {"clip": 0.2, "inner_steps": 2, "kl": {"coefficient": 0.1}}
 
 
 @pytest.mark.parametrize(
-    "rl", [pytest.param({}, marks=pytest.mark.slow), {**KL, "logprobs": "bound"}], ids=["plain", "bound"]
+    "rl",
+    [pytest.param({}, marks=pytest.mark.slow), {**KL, "logprobs": "bound", "ratio": "sequence"}],
+    ids=["plain", "bound"],
 )
 def test_micro_batches_change_nothing(
     rl: dict[str, Any], configure: Configure, monkeypatch: pytest.MonkeyPatch
@@ -181,9 +183,9 @@ def train_on_ranks(config: TrainConfig, tmp_path: Path) -> None:
 def test_ranks_change_nothing(parallel: dict[str, Any], configure: Configure, tmp_path: Path) -> None:
     """Whole answers are split over ranks; the draws of masks do not depend on how."""
     sections: dict[str, Any] = {"training": {"micro_batch_size": 2}}
-    one = configure("one", **sections, rl={**KL, "logprobs": "bound"})
+    one = configure("one", **sections, rl={**KL, "logprobs": "bound", "ratio": "sequence"})
     train(one)
-    two = configure("two", **sections, parallel=parallel, rl={**KL, "logprobs": "bound"})
+    two = configure("two", **sections, parallel=parallel, rl={**KL, "logprobs": "bound", "ratio": "sequence"})
     train_on_ranks(two, tmp_path)
     check_close(two, one)
     samples = [
@@ -210,16 +212,16 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rl: dict[str, Any
     """It goes down in the middle of the rollout of its third step."""
     whole, parts = configure("whole", rl=dict(rl)), configure("parts", rl=dict(rl))
     train(whole)
-    original = PromptSet.roll_out
+    original = PromptSet.decode
 
-    def roll_out(self: PromptSet, model: Any, rollout: int, numbers: Any) -> list[Rollout]:
+    def decode(self: PromptSet, model: Any, rollout: int, numbers: Any) -> list[Rollout]:
         rollouts = original(self, model, rollout, numbers)
         if rollout == 2 // config_steps:
             raise RuntimeError("the machine goes down")
         return rollouts
 
     config_steps = rl.get("inner_steps", 1)
-    with patch.object(PromptSet, "roll_out", roll_out), pytest.raises(RuntimeError, match="goes down"):
+    with patch.object(PromptSet, "decode", decode), pytest.raises(RuntimeError, match="goes down"):
         train(parts)
     assert (parts.run.directory / "checkpoints/latest").resolve().name == "step-00000002"
     train(parts)
@@ -290,6 +292,43 @@ def test_ungraded_answers_are_left_out(configure: Configure) -> None:
     is_ungraded = np.array([item.item.id == "x" for item in loader.rollouts])[loader.loss.answers.answers_J]
     assert not loader.loss.answers.advantages_J.numpy()[is_ungraded].any()
     assert loader.loss.answers.advantages_J.any()
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(configure: Configure, tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def reward(sample):\n    return 'good'\n", encoding="utf-8")
+    config = configure("run", rl={"prompts": {"rewards": [{"kind": "python", "path": str(path)}]}})
+    with pytest.raises(ValueError, match=r"no answer of 8 can be graded: .*broken.py: reward .*'good'"):
+        train(config)
+
+
+def test_other_prompts_or_rewards_are_refused_when_a_run_goes_on(configure: Configure, tmp_path: Path) -> None:
+    config = configure("run", training={"max_steps": 2})
+    train(config)
+    rows = (tmp_path / "questions.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "questions.jsonl").write_text(rows.replace("hello", "hullo"), encoding="utf-8")
+    longer = configure("run", training={"max_steps": 4}, checkpoint={"config_change": "accept"})
+    train(longer)
+    (tmp_path / "questions.jsonl").write_text(rows, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rl.prompts: the prompts, or a file of their rewards, are not those"):
+        train(configure("run", training={"max_steps": 4}, checkpoint={"resume": "auto"}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"batch_size": 6, "micro_batch_size": 6}}, "must be a multiple of rl.prompts.repeats = 4"),
+        ({"training": {"neftune_alpha": 5.0}}, "neftune_alpha is noise"),
+        ({"validation": {"every_steps": 2, "early_stopping": {}}}, "early_stopping stops when the model has moved"),
+        ({"rl": {"preset": "d1"}}, "rl.logprobs.prompt_masking = 0.15 has no effect on the clean blocks"),
+        ({"rl": {"inner_steps": 3}}, "training.max_steps = 4 must be a multiple of rl.inner_steps = 3"),
+        ({"objective": {"kind": "preference"}}, 'objective.kind = "preference"'),
+    ],
+    ids=str,
+)
+def test_sections_that_do_not_fit_are_refused(sections: dict[str, Any], message: str, configure: Configure) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure("run", **sections)
 
 
 def test_a_step_without_any_reward_changes_nothing(configure: Configure, tmp_path: Path) -> None:
@@ -388,7 +427,7 @@ def check_memory(model: Transformer, answers: Answers) -> None:
 
 def check_rewards(prompts: PromptSet, model: Transformer) -> None:
     """Each answer has the reward of its own item."""
-    for item in prompts.roll_out(model, 0, range(8)):
+    for item in map(prompts.grade, prompts.decode(model, 0, range(8))):
         own = chat_tokenizer().decode(item.request.token_ids)
         assert item.reward == len(own) / 10.0 + sum(item.answer.text.encode()) % 2
 
@@ -426,13 +465,14 @@ def test_defects_of_published_trainers_are_found(configure: Configure, monkeypat
     monkeypatch.setattr(GradedTask, "grade_steps", grade_by_length)
     run, loader = build(config)
     check_rewards(loader.prompts, run.state.model)
-    grade = PromptSet._grade
+    grade = PromptSet.grade
 
-    def grade_without_dropping(self: PromptSet, group: int, item: TaskItem, *parts: Any) -> Rollout:
-        return grade(self, group, self.prepared.items[self.items.index(item)], *parts)  # (b)
+    def grade_without_dropping(self: PromptSet, rollout: Rollout) -> Rollout:
+        item = self.prepared.items[self.items.index(rollout.item)]  # (b)
+        return grade(self, replace(rollout, item=item))
 
     with monkeypatch.context() as patched:
-        patched.setattr(PromptSet, "_grade", grade_without_dropping)
+        patched.setattr(PromptSet, "grade", grade_without_dropping)
         with pytest.raises(AssertionError):
             check_rewards(loader.prompts, run.state.model)
 

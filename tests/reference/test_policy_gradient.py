@@ -289,6 +289,7 @@ def test_the_sandwich_combines_powers(block_length: int | None) -> None:
             torch.ones(4).double(),
             torch.full((4,), advantage).double(),
             torch.full((1,), 4.0).double(),
+            torch.zeros(4).double(),
             (len(tokens),),
         )
         total = float(combine(config, scored, torch.tensor(values, dtype=torch.float64)).sum())

@@ -55,7 +55,7 @@ def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> It
     store = CheckpointStore(
         path / "checkpoints",
         section.keep_last,
-        section.keep_best,
+        section.keep_best and (config.rl is None or config.evaluation.best is not None),  # not by the bound
         section.keep_every_steps,
         config.evaluation.best,
     )

@@ -42,6 +42,7 @@ def answers_of(advantages: list[float], weights: list[float] | None = None) -> S
         torch.tensor(weights or [1.0] * number, dtype=torch.float64),
         torch.tensor(advantages, dtype=torch.float64)[answers_J],
         torch.tensor(LENGTHS, dtype=torch.float64),
+        torch.zeros(number, dtype=torch.float64),
         (number,),
     )
 
@@ -64,7 +65,8 @@ def by_hand(config: RLConfig, advantages: list[float], new: Tensor) -> Tensor:
             ratio = torch.exp(log_ratio.mean())
             total = total - torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         else:
-            for ratio in torch.exp(log_ratio):
+            of_tokens = 1 + log_ratio - log_ratio.detach() if config.ratio == "none" else torch.exp(log_ratio)
+            for ratio in of_tokens:
                 total = total - share * torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         if config.kl is not None:
             distances = REFERENCE[own] - new[own]
@@ -84,9 +86,13 @@ def replace_estimator(config: RLConfig, estimator: str) -> RLConfig:
     return config.model_copy(update={"kl": config.kl.model_copy(update={"estimator": estimator})})
 
 
-@pytest.mark.parametrize("divisor", ["answers", "length"])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize(
+    ("ratio", "divisor", "clip"),
+    [
+        ("token", "answers", None), ("token", "answers", 0.2), ("token", "length", 0.2), ("sequence", "answers", None),
+        ("sequence", "answers", 0.2), ("none", "length", None),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("kl", [None, ("k1", "token"), ("k2", "answer"), ("k3", "token"), ("k3", "answer")], ids=str)
 def test_the_loss_is_that_of_the_formulae(
     kl: tuple[str, str] | None, clip: float | None, ratio: str, divisor: str
@@ -174,7 +180,7 @@ def logprobs_by_logits(model: Transformer, answers: Answers) -> list[Tensor]:
     [
         {"clip": 0.2, "kl": {"coefficient": 0.1}},
         {"clip": 0.05, "divisor": "tokens", "kl": {"coefficient": 0.1, "estimator": "k2", "per": "answer"}},
-        {"ratio": "sequence", "clip": 0.1, "divisor": "length", "kl": {"coefficient": 0.1, "reference": "old"}},
+        {"ratio": "sequence", "clip": 0.1, "kl": {"coefficient": 0.1, "reference": "old"}},
     ],
     ids=str,
 )
@@ -222,7 +228,9 @@ def test_weights_give_the_gradient_of_the_loss(
 def test_the_gradient_is_the_slope_of_the_loss(kind: str, answers: tuple[Transformer, Answers]) -> None:
     """Of a second inner step along a random direction, with the masks of the first one; also of the upper bound."""
     model, own = answers
-    config = rl_config(**UNGROUPED, logprobs=kind, inner_steps=2, kl={"coefficient": 0.1, "reference": "old"})
+    ratio = "sequence" if kind in ("bound", "sandwich") else "token"
+    penalty = {"coefficient": 0.1, "reference": "old"}
+    config = rl_config(**UNGROUPED, logprobs=kind, ratio=ratio, inner_steps=2, kl=penalty)
     loader = FixedAnswers(model, config, own, REWARDS)
     loader.backward(0)
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
@@ -331,7 +339,11 @@ def test_presets(name: str) -> None:
     assert PRESETS[name].keys() <= RLConfig.model_fields.keys()
     config, explicit = rl_config(preset=name), rl_config(**PRESETS[name])
     assert config.model_dump(exclude={"preset"}) == explicit.model_dump(exclude={"preset"})
-    assert rl_config(preset=name, inner_steps=7, divisor="tokens").inner_steps == 7
+    assert rl_config(preset=name, inner_steps=7).inner_steps == 7
+    if "kl" in PRESETS[name]:
+        changed = rl_config(preset=name, kl={"estimator": "k2"}).kl
+        assert changed is not None and config.kl is not None
+        assert (changed.estimator, changed.coefficient) == ("k2", config.kl.coefficient)
     assert name in RLConfig.model_fields["preset"].annotation.__args__[0].__args__  # type: ignore[union-attr]
 
 
@@ -342,6 +354,12 @@ def test_presets(name: str) -> None:
         ({"kl": {"coefficient": 0.1, "reference": "old", "model": "somewhere"}}, "kl.model has no effect"),
         ({"logprobs": {"kind": "replay", "sampled_steps": 2}, "ratio": "sequence"}, "logprobs.sampled_steps"),
         ({"logprobs": "bound", "value": {}}, "value has advantages of all steps"),
+        ({"logprobs": {"kind": "replay", "sampled_steps": 2}, "kl": {"coefficient": 0.1, "per": "answer"}}, "kl.per"),
+        ({"logprobs": "bound", "inner_steps": 2}, 'set ratio = "sequence" or "none"'),
+        ({"ratio": "sequence", "divisor": "tokens"}, "divides by the tokens of the answer"),
+        ({"ratio": "none", "clip": 0.2}, "clip = 0.2 limits ratios"),
+        ({"logprobs": {"kind": "coupled", "low": 0.9}}, "low = 0.9 must be at most high"),
+        ({"min_reward": 0.8, "max_reward": 0.2}, "min_reward = 0.8 must be at most"),
         ({"logprobs": "exact"}, "logprobs"),
         ({"logprobs": {"kind": "sandwich", "beta": 0.5}}, "beta"),
         ({"clip": 0.0}, "clip"),
