@@ -37,6 +37,7 @@ ALLOWED = {
     "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
     "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
     "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",
+    "diffusionlm/rl/policy.py:_estimate_advantages": "values of an update with a value function: once",
     # decoding
     "diffusionlm/inference/constraints/sampler.py:_log_softmax": "constraints and choices are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",

@@ -1,4 +1,4 @@
-"""Write the puzzles of config/resources/rl_shidoku.toml: 4x4 Sudoku with five givens, whose blanks are masked spans.
+"""Write the puzzles of config/resources/rl_shidoku.toml: 4x4 Sudoku with seven givens, whose blanks are masked spans.
 
 python -m tests.reference.decoding.rl_puzzles
 
@@ -21,7 +21,7 @@ from diffusionlm.data.sources.synthetic import ShidokuSource
 from tests.reference.decoding.shidoku_puzzles import find_solutions, make_puzzle
 
 FOLDER = Path(__file__).parents[3] / "config" / "resources" / "rl_shidoku"
-VALIDATION_FRACTION, NUM_GIVENS = 0.3, 5
+VALIDATION_FRACTION, NUM_GIVENS = 0.3, 7
 COUNTS: dict[Split, int] = {"train": 4_000, "validation": 256}
 NAMES: dict[Split, str] = {"train": "train.jsonl.gz", "validation": "held_out.jsonl"}
 
