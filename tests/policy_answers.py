@@ -103,7 +103,7 @@ class FixedAnswers(RolloutLoader):
             settings=answers.settings,
             task=SimpleNamespace(repeats=repeats),
             num_prompts=count // repeats,
-            num_too_long=0,
+            num_left_out=0,
             digest="",
             items=[None] * (count // repeats),
         )

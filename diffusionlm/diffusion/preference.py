@@ -216,7 +216,7 @@ class ModelLoss(Protocol):
 
     @property
     def num_measuring_forwards(self) -> int:
-        """Forwards of `measure`."""
+        """Number of forwards that `measure` makes of a micro-batch."""
 
     def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Any:
         """What `weigh` has to know of a micro-batch."""

@@ -76,7 +76,7 @@ class RolloutLoader(StepLoader):
             is_used = self._select_answers()
             advantages = self._compute_advantages(is_used)
             self._metrics = summarize(self.rollouts, [bool(own.any()) for own in advantages], self.prompts.task.repeats)
-            self._metrics["rl/prompts_left_out"] = float(self.prompts.num_too_long)
+            self._metrics["rl/prompts_left_out"] = float(self.prompts.num_left_out)
             self._metrics["rl/rollout_seconds"] = time.perf_counter() - started
             self._build_batches(rollout, is_used, advantages)
         metrics = self.loss.metrics = dict(self._metrics)

@@ -108,18 +108,19 @@ class PromptSet:
             prepared.requests = replace(prepared.requests, settings=settings)
             self.prepared, self.settings = prepared, settings
             self.items: list[TaskItem] = []
-            self.num_too_long, problem = 0, ""
+            self.num_left_out, problem = 0, ""
             for item in prepared.items:
-                self.task.check_item(item)
+                with prefix_errors(f"item {item.id!r}"):
+                    self.task.check_item(item)
                 try:
                     length = len(prepared.build_request(item, 0).canvas_L)
                     if length > config.row_length:
                         raise ValueError(f"{length} tokens are more than data.row_length = {config.row_length}")
                     self.items.append(item)
                 except ValueError as error:
-                    self.num_too_long, problem = self.num_too_long + 1, problem or f"item {item.id!r}: {error}"
+                    self.num_left_out, problem = self.num_left_out + 1, problem or f"item {item.id!r}: {error}"
             if not self.items:
-                raise ValueError(f"none of {self.num_too_long} prompts fits: {problem}")
+                raise ValueError(f"none of {self.num_left_out} prompts fits: {problem}")
         self.problem = problem
 
     def select(self, rollout: int) -> list[TaskItem]:

@@ -49,8 +49,8 @@ def build_policy_run(config: TrainConfig, directory: RunDirectory, world: World)
     run = build_run(config, directory, world)
     model = run.state.model
     prompts = PromptSet(config, run.tokenizer, model.config)
-    if prompts.num_too_long:
-        run.log(f"rl.prompts: {prompts.num_too_long} prompts are left out, the first: {prompts.problem}")
+    if prompts.num_left_out:
+        run.log(f"rl.prompts: {prompts.num_left_out} prompts are left out, the first: {prompts.problem}")
     value = None
     if config.rl.value is not None:
         value = ValueHead(config.rl.value, model.config.hidden_size, run.settings.device)
