@@ -76,7 +76,7 @@ CONFIGS = {
     name: ROOT / "config" / "resources" / f"{name.replace('-', '_')}.toml"
     for name in COMMANDS
     if name not in ("report", "doctor", "sweep", "lm-eval", "data", "pipeline", "rl")
-} | {"rl": ROOT / "config" / "resources" / "rl_shidoku.toml"}
+} | {"rl": ROOT / "config" / "resources" / "train.toml"}
 """Commands with a config of their own, and a config that is shipped."""
 
 
