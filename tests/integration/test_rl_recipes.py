@@ -81,7 +81,13 @@ def test_sudoku(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     (tmp_path / "config").symlink_to(ROOT / "config")
     monkeypatch.chdir(tmp_path)
     short = {"training.max_steps": 4, "validation.final_rows": 16, "logging.every_steps": 1}
-    limits = {"evaluation.tasks": "[]", "evaluation.every_steps": 0, "training.batch_size": 16, "rl.prompts.repeats": 4}
+    limits: dict[str, Any] = {
+        "evaluation.tasks": "[]",
+        "schedule.warmup_steps": 1,
+        "evaluation.every_steps": 0,
+        "training.batch_size": 16,
+        "rl.prompts.repeats": 4,
+    }
     for command, name, changes in (("train", "rl_shidoku_start", short), ("rl", "rl_shidoku", short | limits)):
         options = [part for override in to_overrides(changes) for part in ("--set", override)]
         assert main([command, "--config", f"config/resources/{name}.toml", *options]) == 0
