@@ -125,12 +125,13 @@ class PromptSet:
 
     def select(self, rollout: int) -> list[TaskItem]:
         """The prompts of a rollout, from 0: each epoch has all of them, in an order of its own."""
-        size, selected = len(self.items), list[TaskItem]()
-        for number in range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts):
-            epoch, index = divmod(number, size)
-            order = keyed_rng(self.seed, RngStream.DOCUMENT_ORDER, epoch).permutation(size)
-            selected.append(self.items[order[index]])
-        return selected
+        size = len(self.items)
+        numbers = range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts)
+        orders = {
+            epoch: keyed_rng(self.seed, RngStream.DOCUMENT_ORDER, epoch).permutation(size)
+            for epoch in range(numbers.start // size, numbers[-1] // size + 1)
+        }
+        return [self.items[orders[number // size][number % size]] for number in numbers]
 
     def decode(self, model: Transformer, rollout: int, numbers: Sequence[int]) -> list[Rollout]:
         """Decode some answers of a rollout, in order.
@@ -142,11 +143,11 @@ class PromptSet:
             ValueError: the model's probabilities are not finite.
         """
         items, repeats, requests = self.select(rollout), self.task.repeats, []
+        prompts = {group: self.prepared.build_request(items[group], 0) for group in {n // repeats for n in numbers}}
         for number in numbers:
             group, repeat = divmod(number, repeats)
-            request = self.prepared.build_request(items[group], repeat)
             seed = draw_seed(self.seed, f"rollout {rollout} {group} {items[group].id}", repeat)
-            requests.append((replace(request, seed=seed), self.task.stop))
+            requests.append((replace(prompts[group], seed=seed), self.task.stop))
         answers = dict(decode_answers(model, self.prepared.requests.tokenizer, requests, self.task.batch_size))
         return [
             Rollout(number // repeats, items[number // repeats], request, answers[index])
