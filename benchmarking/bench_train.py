@@ -204,7 +204,15 @@ def bench_train(config: BenchTrainConfig) -> Page:
     for case in cases:
         results.append(measure_case(case, names if case.shape.has_peers else [OURS], bench))
         files.append(results[-1].to_records())
-    report = build_report(results, skipped_peers, environment)
+    parts = build_parts(results)
+    if bench.rollouts is not None:
+        from benchmarking.implementations.rollouts import METHOD_OF_ROLLOUTS, measure_rollouts
+
+        parts += [measure_rollouts(bench, threads), METHOD_OF_ROLLOUTS]
+    methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS} if results else {}
+    facts = {name: methods[name] for name in names if name in methods} | skipped_peers
+    facts |= {result.case.shape.name: _describe_shape(result) for result in results}
+    report = make_report("Speed of training", parts, {**facts, **environment})
     files.write_report(report)
     return report
 
@@ -215,10 +223,10 @@ def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
     return {"liger": "left out: it needs CUDA and liger-kernel"} if is_skipped else {}
 
 
-def build_report(
-    results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
-) -> Page:
-    """Build the tables of speed and memory, with their methods and conditions."""
+def build_parts(results: Sequence[TrainMeasurement]) -> list[Part]:
+    """Build the tables of speed and memory, with their methods."""
+    if not results:
+        return []
     names = list(dict.fromkeys(name for result in results for name in result.parameters))
     rows = [(_case_cells(result.case), float(result.case.shape.tokens), result.times) for result in results]
     parts: list[Part] = [
@@ -227,11 +235,7 @@ def build_report(
         _build_rate_table(results),
         METHOD_OF_RATES,
     ]
-    parts += [_build_memory_table(results), METHOD_OF_MEMORY] if results[0].memory else []
-    methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
-    facts = {name: methods[name] for name in names} | dict(skipped_peers)
-    facts |= {result.case.shape.name: _describe_shape(result) for result in results}
-    return make_report("Speed of training", parts, {**facts, **environment})
+    return parts + ([_build_memory_table(results), METHOD_OF_MEMORY] if results[0].memory else [])
 
 
 def _case_cells(case: TrainCase) -> list[str]:

@@ -134,7 +134,7 @@ class FixedAnswers(RolloutLoader):
     @property
     def num_rows(self) -> int:
         """Of the last step."""
-        return sum(len(batch.inputs_BS) for batch in self._noised_batches)
+        return sum(len(batch.inputs_BS) for batch in self.noised_batches)
 
     def _nll(self, batch: NoisedBatch) -> Tensor:
         objective = PolicyObjective(self.model.config.mask_token_id)

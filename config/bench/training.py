@@ -126,6 +126,8 @@ class BenchTrainSection(Section):
     peers: TupleOf[Peer] = ()
     """Implementations to compare with. transformers is in the dependency group `bench`; liger is transformers with the
     kernels of liger-kernel and is left out (the report says so) if that is not installed or there is no CUDA."""
+    rollouts: ConfigPath | None = None
+    """Config of a run with [rl], whose parts of an update are measured as well. None: none are."""
     keep_freed_memory: bool = False
     """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
     the defaults of glibc, which a script that trains with transformers has."""
@@ -156,12 +158,14 @@ class BenchTrainSection(Section):
 class BenchTrainConfig(Section):
     """A training benchmark: every shape with every objective in every precision."""
 
-    shapes: Annotated[TupleOf[BenchShape], Field(min_length=1)]
+    shapes: TupleOf[BenchShape] = ()
     bench: BenchTrainSection = BenchTrainSection()
     output: BenchOutputSection = BenchOutputSection()
 
     @model_validator(mode="after")
     def _check_cases(self) -> Self:
+        if not self.shapes and self.bench.rollouts is None:
+            raise ValueError("there is nothing to measure: add a table [[shapes]], or set bench.rollouts")
         for shape in self.shapes if "liger" in self.bench.peers else ():
             if shape.num_experts:
                 raise ValueError(

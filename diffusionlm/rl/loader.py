@@ -55,7 +55,8 @@ class RolloutLoader(StepLoader):
         self.layout = InputLayout.from_config(run.state.model.config, block_length)
         self.rollouts: list[Rollout] = []
         """Answers of the last step, of all ranks."""
-        self._noised_batches: list[NoisedBatch] = []
+        self.noised_batches: list[NoisedBatch] = []
+        """Rows that score this rank's answers of the last step."""
         self._metrics: dict[str, float] = {}
         """Of the last rollout, for all of its inner steps."""
         self._has_warned = False
@@ -82,8 +83,8 @@ class RolloutLoader(StepLoader):
         metrics = self.loss.metrics = dict(self._metrics)
         self._step = step + 1
         seconds = time.perf_counter() - started
-        num_tokens = sum(batch.num_targets for batch in self._noised_batches)
-        return LoadedStep(self._noised_batches, self.state_dict(), num_tokens / seconds, seconds, metrics=metrics)
+        num_tokens = sum(batch.num_targets for batch in self.noised_batches)
+        return LoadedStep(self.noised_batches, self.state_dict(), num_tokens / seconds, seconds, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts that are logged; what is rolled out next follows from the step."""
@@ -249,7 +250,7 @@ class RolloutLoader(StepLoader):
         lengths_Q = np.bincount(answers_J, minlength=len(timelines)).clip(min=1)
         denominator = len(answers_J) if self.config.divisor == "tokens" else len(timelines)
         batches[0] = replace(batches[0], denominator=float(denominator), num_targets=len(answers_J))
-        self._noised_batches = batches
+        self.noised_batches = batches
         self.loss.start(
             ScoredAnswers(
                 torch.from_numpy(np.concatenate(tokens)),

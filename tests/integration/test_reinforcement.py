@@ -15,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarking.bench_train import bench_train
+from config.bench.training import BenchTrainConfig
+from config.dump import to_toml
 from config.train import TrainConfig
 from ddp.process_group import World
 from diffusionlm.data.loader import LoadedStep
@@ -26,6 +29,7 @@ from diffusionlm.training import loop
 from tests.distributed.forked import run_ranks
 from tests.reinforcement_run import QUESTIONS, Configure, build, grade_by_length
 from tests.tiny_run import read_losses, read_records, read_steps
+from tests.unit.benchmarking.cases import read_tables
 from tests.unit.data.chat_cases import chat_tokenizer
 
 WEIGHTS = "checkpoints/latest/model.safetensors"
@@ -302,3 +306,16 @@ def test_a_bandit_reaches_its_optimum(configure: Configure) -> None:
     train(config)
     rewards = [step["rl/reward"] for step in read_steps(config)]
     assert rewards[0] < 0.2 and np.mean(rewards[-3:]) > 0.9
+
+
+def test_bench_measures_the_parts_of_an_update(configure: Configure, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(configure("run")), encoding="utf-8")
+    bench = {"rollouts": path, "rounds": 2, "warmup": 0, "threads": 1}
+    report = bench_train(BenchTrainConfig.model_validate({"bench": bench}))
+    [table] = read_tables(report)
+    assert table["part"] == ["update with rollout", "answers together", "one by one", "log-probabilities"]
+    assert table["share"][0] == "100%" and all(float(cell) > 0.0 for cell in table["ms"])
+    assert not (tmp_path / "run").exists()  # it trains in a temporary directory
+    with pytest.raises(ValueError, match="there is nothing to measure"):
+        BenchTrainConfig()

@@ -13,6 +13,7 @@ from benchmarking.implementations.training import OURS
 from config.bench.inference import BenchInferConfig
 from config.bench.training import BenchTrainSection
 from config.load import load_config
+from logger.pages import Page
 from tests.fake_cuda import fake_cuda
 from tests.unit.benchmarking.cases import make_case, read_facts, read_tables
 
@@ -40,9 +41,9 @@ def test_training() -> None:
     ):
         case = replace(make_case("bfloat16"), device="cuda")
         measurement = bench_train.measure_case(case, [OURS], BENCH)
-        report = bench_train.build_report([measurement], {}, {})
+        parts = bench_train.build_parts([measurement])
     assert len(measurement.times.seconds[OURS]) == BENCH.rounds
-    assert read_tables(report)[1]["MFU"][0].endswith("%")
+    assert read_tables(Page("", {"Results": parts}))[1]["MFU"][0].endswith("%")
     assert record.waits["benchmarking/implementations/training.py:synchronize"] == BENCH.rounds
 
 

@@ -41,6 +41,7 @@ OTHERS: dict[str, type[Section]] = {
     "bench_infer.toml": BenchInferConfig,
     "bench_infer_gpu.toml": BenchInferConfig,
     "bench_serve.toml": BenchServeConfig,
+    "bench_rollouts.toml": BenchTrainConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_train_gpu.toml": BenchTrainConfig,
     "bench_tokenizer.toml": BenchTokenizerConfig,
