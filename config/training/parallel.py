@@ -27,6 +27,34 @@ class MultiProcessOptions(Section):
     """A collective that takes longer ends the run, because a rank hangs or died."""
     max_restarts: NonNegativeInt = 0
     """Times that ``diffusionlm-train-ddp`` restarts all ranks from the newest checkpoint after one of them died."""
+    tensor: PositiveInt = 1
+    """Ranks that divide each matrix: heads, inner widths and the vocabulary. They load the same sequences. The other
+    ranks, after ``tensor``, ``context`` and ``expert``, have other data."""
+    context: PositiveInt = 1
+    """Ranks that divide each sequence of a training step."""
+    expert: PositiveInt = 1
+    """Ranks that divide the experts of each layer; each loads sequences of its own."""
+
+    @property
+    def ranks_of_model(self) -> int:
+        """Ranks that have all weights together."""
+        return self.tensor * self.context * self.expert
+
+    @property
+    def is_divided(self) -> bool:
+        """True if a forward needs several ranks."""
+        return self.ranks_of_model > 1
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """
+        Raises:
+            ValueError: the mesh does not divide the ranks; names the keys.
+        """
+        if num_ranks % self.ranks_of_model:
+            raise ValueError(
+                f"parallel.tensor = {self.tensor}, context = {self.context} and expert = {self.expert} need a multiple "
+                f"of {self.ranks_of_model} ranks, not {num_ranks}: set parallel.local_ranks or the mesh"
+            )
 
 
 class DDP(MultiProcessOptions):
