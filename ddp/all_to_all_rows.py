@@ -60,16 +60,25 @@ class AllToAllRows:
             for ranges in row_ranges
         ]
         receive_counts = [sum(height * width for height, width in pieces) for pieces in piece_shapes]
-        received = _all_to_all(sent, send_counts, receive_counts, rows[0])
+        received = self._all_to_all(sent, send_counts, receive_counts, rows[0])
         pieces = _split_flat(received, [shape for shapes_of_rank in piece_shapes for shape in shapes_of_rank])
         matrices = [torch.cat(pieces[offset :: len(own_indices)]) for offset in range(len(own_indices))]
         results = function(matrices) if matrices else []
         returned = [
             result[start:end] for ranges in row_ranges for result, (start, end) in zip(results, ranges, strict=True)
         ]
-        flat_updates = _all_to_all(returned, receive_counts, send_counts, rows[0])
+        flat_updates = self._all_to_all(returned, receive_counts, send_counts, rows[0])
         updates = dict(zip(send_order, _split_flat(flat_updates, [piece.shape for piece in sent]), strict=True))
         return [updates[index] for index in range(len(parameters))]
+
+    def _all_to_all(
+        self, tensors: list[Tensor], send_counts: list[int], receive_counts: list[int], like: Tensor
+    ) -> Tensor:
+        """Exchange the elements of all tensors; counts are by rank. Returns a flat tensor of the dtype of ``like``."""
+        sent = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else like.new_empty(0)
+        received = like.new_empty(sum(receive_counts))
+        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.world.group)
+        return received
 
     def _assign_owners(self, shapes: list[torch.Size]) -> list[list[int]]:
         """Return each rank's matrices, as indices: the most expensive first, each to the rank with the least work."""
@@ -81,14 +90,6 @@ class AllToAllRows:
             work[owner] += costs[index]
             indices_by_owner[owner].append(index)
         return indices_by_owner
-
-
-def _all_to_all(tensors: list[Tensor], send_counts: list[int], receive_counts: list[int], like: Tensor) -> Tensor:
-    """Exchange the elements of all tensors; counts are by rank. Returns a flat tensor of the dtype of ``like``."""
-    sent = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else like.new_empty(0)
-    received = like.new_empty(sum(receive_counts))
-    dist.all_to_all_single(received, sent, receive_counts, send_counts)
-    return received
 
 
 def _split_flat(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:

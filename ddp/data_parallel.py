@@ -25,15 +25,14 @@ class DataParallel(Replicated):
     def __init__(
         self, model: nn.Module, config: DDP, world: World, device: torch.device, units: Sequence[ParameterUnit]
     ) -> None:
-        super().__init__(model, world)
-        broadcast_from_first(model, world)
+        super().__init__(model, world, units)
+        broadcast_from_first(self.parameters.values(), model, world)
         parameters = reversed_units(trainable_by_unit(model, units))
         layouts = lay_out_buckets(parameters, 1, config.bucket_mib * 2**20)
-        self.reducer = GradientReducer([Bucket(layout, parameters, device) for layout in layouts], self._reduce)
+        self.reducer = GradientReducer([Bucket(layout, parameters, device) for layout in layouts], self._reduce, world)
 
-    @staticmethod
-    def _reduce(bucket: Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.memory, async_op=True)
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.work = dist.all_reduce(bucket.memory, async_op=True, group=self.world.group)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         return self.reducer.backward(is_last)

@@ -17,6 +17,7 @@ from config.training.parallel import FSDP
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.buckets import ParameterUnit
 from ddp.gradient_reducer import scale_to_norm
+from ddp.mesh import Shard
 from ddp.process_group import World
 from ddp.replicas import check_names
 
@@ -64,7 +65,7 @@ class FullySharded:
                 'parallel.backend = "gloo" cannot reduce-scatter gradients on a GPU: set it to "auto", or set '
                 'parallel.strategy = "ddp" and parallel.shard_optimizer = false'
             )
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.world = world
@@ -72,8 +73,10 @@ class FullySharded:
         cast(Any, model).has_collective_forwards = True
         self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        mesh = init_device_mesh(device.type, (world.size,))
+        names = {name for _, names in units for name in names}
+        self.whole_shapes = {name: value.shape for name, value in model.named_parameters() if name in names}
+        ignored = {value for name, value in model.named_parameters() if name not in names}
+        mesh = DeviceMesh.from_group(world.group or dist.distributed_c10d._get_default_group(), device.type)
         wide = MixedPrecisionPolicy(cast_forward_inputs=False)
         narrow = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -81,10 +84,16 @@ class FullySharded:
             cast_forward_inputs=False,
         )
         self.blocks: list[Any] = [
-            fully_shard(module, mesh=mesh, mp_policy=narrow, reshard_after_forward=self.reshards_after_forward)
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=narrow,
+                reshard_after_forward=self.reshards_after_forward,
+                ignored_params=ignored,
+            )
             for module, _ in units[1:-1]
         ]
-        fully_shard(model, mesh=mesh, mp_policy=wide, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, mp_policy=wide, reshard_after_forward=False, ignored_params=ignored)
         for module in (self.model, *self.blocks):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -100,7 +109,9 @@ class FullySharded:
 
     def _make_local_parameters(self) -> None:
         """Wrap this rank's rows as plain parameters that share the DTensors' memory."""
-        self._dtensors: dict[str, Any] = dict(self.model.named_parameters())
+        self._dtensors: dict[str, Any] = {
+            name: value for name, value in self.model.named_parameters() if name in self.whole_shapes
+        }
         self._local_parameters = {
             name: nn.Parameter(dtensor.detach().to_local(), requires_grad=dtensor.requires_grad)
             for name, dtensor in self._dtensors.items()
@@ -113,26 +124,29 @@ class FullySharded:
         self.model.to_empty(device=self.device)
         self._make_local_parameters()
         for name, parameter in self._local_parameters.items():
-            start, end = self.row_range(name)
             whole = whole_value(name)
-            assert whole.shape == self.shapes[name], f"{name} is {list(whole.shape)}, not {list(self.shapes[name])}"
-            parameter.copy_(whole[start:end])
+            shape = self.whole_shapes[name]
+            assert whole.shape == shape, f"{name} is {list(whole.shape)}, not {list(shape)}"
+            parameter.copy_(self.shard_of(name).select(whole))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(whole_value(name))
 
     @property
     def row_exchange(self) -> AllToAllRows:
-        return AllToAllRows({rows: self.shapes[name] for name, rows in self._local_parameters.items()}, self.world)
+        return AllToAllRows(
+            {rows: self.whole_shapes[name] for name, rows in self._local_parameters.items()}, self.world
+        )
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's rows of every parameter that requires gradients; a parameter may have none here."""
         return {name: parameter for name, parameter in self._local_parameters.items() if parameter.requires_grad}
 
-    def has_whole_parameter(self, name: str) -> bool:
-        return False
+    def shard_of(self, name: str) -> Shard:
+        shape = self.whole_shapes[name]
+        return Shard.rows(shape, *row_range_of_rank(shape[0], self.world.size, self.world.rank))
 
-    def row_range(self, name: str) -> tuple[int, int]:
-        return row_range_of_rank(self.shapes[name][0], self.world.size, self.world.rank)
+    def count_copies(self, name: str) -> int:
+        return 1
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         """Do nothing: FSDP reduces gradients in each micro-batch. Whole accumulated ones would take the memory it
@@ -155,7 +169,7 @@ class FullySharded:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
             square += torch.stack(list(torch._foreach_norm(gradients))).double().square().sum()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.world.group)
         norm = square.sqrt().float()
         scale_to_norm(gradients, norm, max_norm)
         return norm
@@ -182,7 +196,7 @@ class FullySharded:
             self._local_parameters[name].copy_(rows)
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor[slice(*self.row_range(name))] for name, tensor in whole.items()}
+        return {name: self.shard_of(name).select(tensor) for name, tensor in whole.items()}
 
     @torch.no_grad()
     def iterate_whole_parameters(
@@ -198,13 +212,13 @@ class FullySharded:
         try:
             while remaining:
                 name = remaining[0]
-                whole = self._gather(own_rows[name], self.shapes[name], (destinations or {}).get(name))
+                whole = self._gather(own_rows[name], self.whole_shapes[name], (destinations or {}).get(name))
                 remaining.pop(0)
                 if whole is not None:
                     yield name, whole
         except GeneratorExit:
             for name in remaining:
-                self._gather(own_rows[name], self.shapes[name])
+                self._gather(own_rows[name], self.whole_shapes[name])
             raise
 
     def _gather(self, rows: Tensor, shape: torch.Size, destination: Tensor | None = None) -> Tensor | None:
@@ -223,7 +237,7 @@ class FullySharded:
             own = rows[first : first + len(padded)]
             padded[: len(own)] = own
             parts = padded.new_empty(self.world.size, *padded.shape) if whole is not None else None
-            dist.gather(padded, None if parts is None else list(parts), dst=0)
+            dist.gather(padded, None if parts is None else list(parts), group_dst=0, group=self.world.group)
             for rank, part in enumerate(() if parts is None else parts):
                 start = rank * rows_per_rank + first
                 _, end = row_range_of_rank(shape[0], self.world.size, rank)

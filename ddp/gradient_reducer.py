@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import Bucket
+from ddp.process_group import World
 
 
 def scale_to_norm(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -33,15 +34,18 @@ class GradientReducer:
         self,
         buckets: Sequence[Bucket],
         launch: Callable[[Bucket], None],
+        world: World,
         before_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             launch: starts the collective of a bucket.
+            world: ranks that sum gradients.
             before_first_gradient: called in each step before the first gradient is copied into a bucket.
         """
         self.buckets = buckets
         self._launch = launch
+        self._world = world
         self._before_first_gradient = before_first_gradient
         self._has_first_gradient = False
         self._bucket_of_parameter = {
@@ -102,7 +106,7 @@ class GradientReducer:
         self._is_last, self._next_bucket = False, 0
         has_gradient = set[str]().union(*(bucket.has_gradient for bucket in self.buckets))
         self._used = torch.tensor([name in has_gradient for name in self._names], dtype=torch.int32)
-        self._used_work = dist.all_reduce(self._used, async_op=True)
+        self._used_work = dist.all_reduce(self._used, async_op=True, group=self._world.group)
 
     def wait(self) -> set[str]:
         """Wait for all buckets, end the step and return the names of parameters that have a gradient on any rank.

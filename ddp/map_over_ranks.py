@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MapOverRanks:
-    """Computes a function of 0 ... count - 1: each rank takes every ``world.size``-th, and all ranks get all
-    results."""
+    """Computes a function of 0 ... count - 1: each rank takes every ``world.data_size``-th, and all ranks get
+    all results."""
 
     world: World = SINGLE_PROCESS
     is_collective: bool = False
@@ -27,16 +27,16 @@ class MapOverRanks:
         Raises:
             ValueError: ``function`` raised one, on any rank.
         """
-        results_of_ranks = self.world.run_on_all(lambda: self._compute_own(count, function))
-        size = self.world.size
+        results = self.world.run_on_all(lambda: self._compute_own(count, function))
+        results_of_ranks, size = results[:: self.world.mesh.num_data_copies], self.world.data_size
         return [results_of_ranks[index % size][index // size] for index in range(count)]
 
     def _compute_own(self, count: int, function: Callable[[int], T]) -> list[T]:
         results: list[T] = []
         first_error: ValueError | None = None
-        size = self.world.size
+        size = self.world.data_size
         end = -(-count // size) * size if self.is_collective else count
-        for index in range(self.world.rank, end, size):
+        for index in range(self.world.data_rank, end, size):
             try:
                 results.append(function(min(index, count - 1)))
             except ValueError as error:

@@ -6,6 +6,7 @@ rank = ((data * E + expert) * C + context) * T + tensor. Ranks of one (data, exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from config.training.parallel import MultiProcessOptions
-from ddp.process_group import World
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,20 @@ class Shard:
     def whole(shape: torch.Size, num_holders: int = 1, *, has_partial_gradient: bool = False) -> Shard:
         """All of a tensor."""
         return Shard((0,) * len(shape), shape, shape, num_holders, has_partial_gradient)
+
+    @staticmethod
+    def rows(whole_shape: torch.Size, start: int, end: int) -> Shard:
+        """Rows ``start`` to ``end``, exclusive, of a tensor."""
+        return Shard((start, *(0 for _ in whole_shape[1:])), torch.Size((end - start, *whole_shape[1:])), whole_shape)
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """First row and the one after the last; a 0-d tensor has one."""
+        return (self.offsets[0], self.offsets[0] + self.shape[0]) if self.shape else (0, 1)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole_shape
 
     def select(self, whole: Tensor) -> Tensor:
         """View this part of a whole tensor."""
@@ -81,14 +93,12 @@ class Mesh:
         return self.tensor.size * self.context.size
 
 
-def build_mesh(parallel: MultiProcessOptions, world: World) -> Mesh:
-    """Create the process groups of the mesh. All ranks call this.
+def build_mesh(sizes: tuple[int, int, int, int], rank: int, timeout_seconds: float) -> Mesh:
+    """Create the process groups of a mesh. All ranks call this.
 
-    Raises:
-        ValueError: the number of ranks is not divisible by the mesh's.
+    Args:
+        sizes: data, expert, context, tensor; their product is the number of ranks.
     """
-    parallel.check_ranks(world.size)
-    sizes = (world.size // parallel.ranks_of_model, parallel.expert, parallel.context, parallel.tensor)
 
     def coordinates(rank: int) -> tuple[int, ...]:
         place = []
@@ -103,7 +113,7 @@ def build_mesh(parallel: MultiProcessOptions, world: World) -> Mesh:
         def fixed(rank: int) -> tuple[int, ...]:
             return tuple(index for axis, index in enumerate(coordinates(rank)) if axis not in varied)
 
-        return _join_group(world, fixed)
+        return _join_group(math.prod(sizes), rank, fixed, timeout_seconds)
 
     return Mesh(
         tensor=build_axis(3),
@@ -114,14 +124,14 @@ def build_mesh(parallel: MultiProcessOptions, world: World) -> Mesh:
     )
 
 
-def _join_group(world: World, key: Callable[[int], object]) -> Axis:
+def _join_group(num_ranks: int, own_rank: int, key: Callable[[int], object], timeout_seconds: float) -> Axis:
     """Create a group for each value of ``key``, and return this rank's."""
     members: dict[object, list[int]] = {}
-    for rank in range(world.size):
+    for rank in range(num_ranks):
         members.setdefault(key(rank), []).append(rank)
-    own = members[key(world.rank)]
+    own = members[key(own_rank)]
     if len(own) == 1:
         return Axis()
-    timeout = timedelta(seconds=world.timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
     groups = {value: dist.new_group(ranks, timeout=timeout) for value, ranks in members.items()}
-    return Axis(len(own), own.index(world.rank), groups[key(world.rank)])
+    return Axis(len(own), own.index(own_rank), groups[key(own_rank)])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
 from ddp.all_to_all_rows import AllToAllRows
 from ddp.buckets import ParameterUnit
+from ddp.mesh import Shard
 from ddp.process_group import SINGLE_PROCESS, World
 from ddp.replicas import Replicated
 
@@ -52,11 +53,16 @@ class Parallelism(Protocol):
         These are parameters that require gradients, or this rank's rows of them, which may be none.
         """
 
-    def has_whole_parameter(self, name: str) -> bool:
-        """Return whether `trainable_parameters` holds the whole parameter instead of some of its rows."""
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]:
+        """Shapes of the whole parameters of all ranks, by the model's names."""
 
-    def row_range(self, name: str) -> tuple[int, int]:
-        """Return the rows of the whole parameter in `trainable_parameters`, as start and exclusive end."""
+    def shard_of(self, name: str) -> Shard:
+        """Return the part of the whole parameter that `trainable_parameters` holds. It may have more rows than the
+        part: padding, which stays zero."""
+
+    def count_copies(self, name: str) -> int:
+        """Return the number of ranks whose model has the same part of a parameter."""
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         """Wrap the forward and backward of a micro-batch; ``is_last``: it is the last one of the step."""
@@ -117,14 +123,16 @@ class Parallelism(Protocol):
 class NoParallel(Replicated):
     """The `Parallelism` of a single process."""
 
-    def __init__(self, model: nn.Module, world: World = SINGLE_PROCESS) -> None:
-        super().__init__(model, world)
+    def __init__(
+        self, model: nn.Module, world: World = SINGLE_PROCESS, units: Sequence[ParameterUnit] | None = None
+    ) -> None:
+        super().__init__(model, world, units)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
 
 
 def apply_parallelism(
@@ -149,7 +157,20 @@ def apply_parallelism(
     Raises:
         ValueError: the backend does not support the strategy; names the key.
     """
+
+    def build_strategy(replicas: World, own_units: Sequence[ParameterUnit]) -> Parallelism:
+        if replicas.is_single_process:
+            return NoParallel(model, replicas, own_units)
+        return apply_parallelism(
+            model, parallel, replicas, device, own_units, requires_whole_matrix=requires_whole_matrix, dtype=dtype
+        )
+
     match parallel:
+        case _ if world.mesh.is_divided:
+            from ddp.mesh_parallel import MeshParallel
+
+            is_sharded = isinstance(parallel, FSDP) and world.mesh.replicas.size > 1
+            return MeshParallel(model, world, device, units, build_strategy, has_sharded_weights=is_sharded)
         case SingleProcess():
             return NoParallel(model)
         case DDP() if world.is_single_process:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
+from config.training.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
+from ddp.mesh import Axis, Mesh, build_mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,7 +46,35 @@ class World:
     timeout_seconds: float = 600.0
     """Limit of a collective, and of the silence of the rank that the others wait for."""
     group: dist.ProcessGroup | None = None
-    """The gloo group of `run_on_all` and `all_agree`. None: the run's."""
+    """The group of all collectives. None: the run's."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """What else is divided over the ranks, beside the data."""
+
+    @property
+    def data_rank(self) -> int:
+        """Rank among those that load different sequences."""
+        return self.rank // self.mesh.num_data_copies
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that load different sequences."""
+        return self.size // self.mesh.num_data_copies
+
+    def with_mesh(self, parallel: Parallel) -> World:
+        """The same ranks with the groups of their mesh. All ranks call this.
+
+        Raises:
+            ValueError: the mesh does not divide the ranks; names the keys.
+        """
+        if not isinstance(parallel, MultiProcessOptions) or not parallel.is_divided:
+            return self
+        parallel.check_ranks(self.size)
+        sizes = (self.size // parallel.ranks_of_model, parallel.expert, parallel.context, parallel.tensor)
+        return replace(self, mesh=build_mesh(sizes, self.rank, self.timeout_seconds))
+
+    def along(self, axis: Axis) -> World:
+        """The ranks of an axis as a world of their own, with collectives on the device."""
+        return replace(self, rank=axis.rank, size=axis.size, group=axis.group, mesh=Mesh())
 
     @property
     def is_first(self) -> bool:
@@ -62,7 +91,7 @@ class World:
             return list(values)
         own = torch.tensor(values, dtype=torch.float64)
         of_ranks = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(of_ranks, own)
+        dist.all_gather(of_ranks, own, group=self.group)
         total = of_ranks[0]
         for rank_values in of_ranks[1:]:
             total += rank_values
@@ -77,13 +106,13 @@ class World:
         if self.is_single_process:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def all_reduce_on_device(self, values: Tensor) -> Tensor:
         """Sum a small tensor over all ranks, in place and on its device, and return it. The host does not wait."""
         if not self.is_single_process:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def run_on_first(self, function: Callable[[], T]) -> T:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.buckets import ParameterUnit
+from ddp.mesh import Shard
 from ddp.process_group import World
 
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,20 +23,26 @@ class Replicated:
     row_exchange = None
     has_all_weights, has_all_updates = True, True
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, units: Sequence[ParameterUnit] | None = None) -> None:
+        """``units``: its parameters are those that they name. None: all of the model's."""
         self.model = model
         self.world = world
-        self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        names = None if units is None else {name for _, names in units for name in names}
+        self.parameters = {name: value for name, value in model.named_parameters() if names is None or name in names}
+        self._trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def whole_shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return self._trainable
 
-    def has_whole_parameter(self, name: str) -> bool:
-        return True
+    def shard_of(self, name: str) -> Shard:
+        return Shard.whole(self.parameters[name].shape)
 
-    def row_range(self, name: str) -> tuple[int, int]:
-        parameter = self._trainable[name]
-        return 0, len(parameter) if parameter.dim() else 1
+    def count_copies(self, name: str) -> int:
+        return self.world.size
 
     def start_weight_gather(self) -> None:
         """Do nothing: every rank has made all updates."""
@@ -48,7 +56,7 @@ class Replicated:
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
         self.wait_for_weights()
-        parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        parameters = {name: value for name, value in self.parameters.items() if value.requires_grad}
         check_names(whole, parameters)
         for name, parameter in parameters.items():
             parameter.copy_(whole[name])
@@ -59,7 +67,7 @@ class Replicated:
     ) -> Iterator[tuple[str, Tensor]]:
         self.wait_for_weights()
         if self.world.is_first:
-            parameters: Mapping[str, Tensor] = dict(self.model.named_parameters())
+            parameters: Mapping[str, Tensor] = self.parameters
             yield from (parameters if values is None else values).items()
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -76,12 +84,12 @@ class Replicated:
             ValueError: on every rank; names the first parameter that differs.
         """
         self.wait_for_weights()
-        parameters = dict(self.model.named_parameters())
+        parameters = self.parameters
         if self.world.is_single_process or not parameters:
             return
         own = torch.stack([_fingerprint(parameter) for parameter in parameters.values()]).cpu()
         all_ranks = [torch.empty_like(own) for _ in range(self.world.size)]
-        dist.all_gather(all_ranks, own)
+        dist.all_gather(all_ranks, own, group=self.world.group)
         differs = torch.stack([(of_rank != all_ranks[0]).any(1) for of_rank in all_ranks])  # [ranks, parameters]
         if not differs.any():
             return
@@ -104,14 +112,14 @@ def check_names(whole: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 @torch.no_grad()
-def broadcast_from_first(model: nn.Module, world: World) -> None:
-    """Copy the parameters and buffers of rank 0 to all ranks, in place."""
+def broadcast_from_first(parameters: Iterable[Tensor], model: nn.Module, world: World) -> None:
+    """Copy parameters, and the buffers of a model, of rank 0 to all ranks, in place."""
     if world.is_single_process:
         return
     pending: list[tuple[Any, Tensor, Tensor]] = []
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*parameters, *model.buffers()):
         sent = tensor.detach().contiguous()
-        pending.append((dist.broadcast(sent, src=0, async_op=True), sent, tensor))
+        pending.append((dist.broadcast(sent, group_src=0, group=world.group, async_op=True), sent, tensor))
     for work, sent, tensor in pending:
         work.wait()
         if sent.data_ptr() != tensor.data_ptr():

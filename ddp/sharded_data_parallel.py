@@ -27,6 +27,7 @@ from ddp.buckets import (
     view_of_slice,
 )
 from ddp.gradient_reducer import GradientReducer, scale_to_norm
+from ddp.mesh import Shard
 from ddp.process_group import World
 from ddp.replicas import Replicated, broadcast_from_first
 
@@ -39,8 +40,8 @@ class BucketShard:
             all-reduce, which sends twice the bytes.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, *, use_all_to_all: bool) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: Bucket, world: World, *, use_all_to_all: bool) -> None:
+        self.bucket, self.group, rank = bucket, world.group, world.rank
         self.weights = torch.zeros_like(bucket.memory[rank])
         self.gradients = torch.zeros_like(self.weights)
         self._received = torch.empty_like(bucket.memory) if use_all_to_all else None
@@ -61,9 +62,11 @@ class BucketShard:
         """Start the reduce-scatter of the bucket's gradients."""
         memory = self.bucket.memory
         if self._received is not None:
-            self.bucket.work = dist.all_to_all_single(self._received, memory, async_op=True)
+            self.bucket.work = dist.all_to_all_single(self._received, memory, async_op=True, group=self.group)
         else:
-            self.bucket.work = dist.reduce_scatter_tensor(self.gradients, memory.view(-1), async_op=True)
+            self.bucket.work = dist.reduce_scatter_tensor(
+                self.gradients, memory.view(-1), async_op=True, group=self.group
+            )
 
     def sum_received_gradients(self) -> None:
         """Finish the reduce-scatter after its wait: sum what the all-to-all brought."""
@@ -78,7 +81,9 @@ class BucketShard:
     def start_weight_gather(self) -> None:
         """Start the all-gather of weights into the bucket's buffer, whose gradients are no longer needed."""
         self.finish_weight_gather()
-        self.bucket.work = dist.all_gather_into_tensor(self.bucket.memory.view(-1), self.weights, async_op=True)
+        self.bucket.work = dist.all_gather_into_tensor(
+            self.bucket.memory.view(-1), self.weights, async_op=True, group=self.group
+        )
         self._is_gathering = True
 
     def finish_weight_gather(self) -> None:
@@ -132,13 +137,13 @@ class ShardedDataParallel(Replicated):
                 'parallel.backend = "gloo" cannot reduce-scatter gradients on a GPU: set it to "auto", or set '
                 "parallel.shard_optimizer = false"
             )
-        super().__init__(model, world)
-        broadcast_from_first(model, world)
+        super().__init__(model, world, units)
+        broadcast_from_first(self.parameters.values(), model, world)
         by_unit = trainable_by_unit(model, units)
         parameters = reversed_units(by_unit)
         layouts = lay_out_buckets(parameters, world.size, config.bucket_mib * 2**20, requires_whole_matrix)
         self.shards = [
-            BucketShard(Bucket(layout, parameters, device), world.rank, use_all_to_all=device.type != "cuda")
+            BucketShard(Bucket(layout, parameters, device), world, use_all_to_all=device.type != "cuda")
             for layout in layouts
         ]
         self._shard_of_parameter = {name: shard for shard in self.shards for name in shard.bucket.parameters}
@@ -150,19 +155,20 @@ class ShardedDataParallel(Replicated):
         self.reducer = GradientReducer(
             [shard.bucket for shard in self.shards],
             lambda bucket: shard_of_bucket[id(bucket)].reduce_scatter(),
+            world,
             before_first_gradient=self.wait_for_weights,
         )
         # Parameters of which this rank has no row are left out.
         own = {name: rows for shard in self.shards for name, rows in shard.trainable_parameters.items()}
-        self._trainable = {name: own[name] for name, _ in model.named_parameters() if name in own}
+        self._trainable = {name: own[name] for name in self.parameters if name in own}
         self.on_weights_replaced()
 
-    def has_whole_parameter(self, name: str) -> bool:
-        return name in self._shard_of_parameter[name].bucket.layout.whole_names
-
-    def row_range(self, name: str) -> tuple[int, int]:
-        piece: BucketSlice = self._shard_of_parameter[name].slices[name]
-        return piece.start, piece.end
+    def shard_of(self, name: str) -> Shard:
+        shard, shape = self._shard_of_parameter[name], self.parameters[name].shape
+        if name in shard.bucket.layout.whole_names:
+            return Shard.whole(shape)
+        piece: BucketSlice = shard.slices[name]
+        return Shard.rows(shape, piece.start, piece.end)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         return self.reducer.backward(is_last)
@@ -174,7 +180,7 @@ class ShardedDataParallel(Replicated):
             shard.sum_received_gradients()
         gradients = [shard.gradients for shard in self.shards]
         squared_norm = torch.nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(squared_norm)
+        dist.all_reduce(squared_norm, group=self.world.group)
         norm = squared_norm.sqrt()
         scale_to_norm(gradients, norm, max_norm)
         for shard in self.shards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ class SingleProcess(Section):
     """One process on one device."""
 
     strategy: Literal["single"] = "single"
+    has_collective_forwards: ClassVar[bool] = False
+    """Whether a forward needs several ranks."""
 
 
 class MultiProcessOptions(Section):
@@ -42,8 +44,13 @@ class MultiProcessOptions(Section):
 
     @property
     def is_divided(self) -> bool:
-        """True if a forward needs several ranks."""
+        """True if a model is divided over ranks."""
         return self.ranks_of_model > 1
+
+    @property
+    def has_collective_forwards(self) -> bool:
+        """Whether a forward needs several ranks."""
+        return self.is_divided or isinstance(self, FSDP)
 
     def check_ranks(self, num_ranks: int) -> None:
         """

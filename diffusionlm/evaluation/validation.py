@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from config.train import TrainConfig
-from config.training.parallel import FSDP
 from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.loader import collate_rows
@@ -171,7 +170,7 @@ class Validator:
             batch_size=settings.batch_size,
             layout=build_layout(self.config.objective, model.config, block_length),
             majority_token=majority_token,
-            map_forwards=MapOverRanks(self.world, is_collective=isinstance(self.config.parallel, FSDP)),
+            map_forwards=MapOverRanks(self.world, is_collective=self.config.parallel.has_collective_forwards),
         )
 
 

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from config.finetune.rl import ReplayConfig
-from config.training.parallel import FSDP
 from diffusionlm.data.loader import LoadedStep, StepLoader
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -109,11 +108,11 @@ class RolloutLoader(StepLoader):
         """Answers to the prompts of a rollout, of all ranks, with the weights of the last update, in training's
         precision.
 
-        Under FSDP, whose forwards are collective, every rank decodes all of them.
+        Where forwards are collective, every rank decodes all of them.
         """
         state, world = self.run.state, self.run.world
         count = self.prompts.num_prompts * self.prompts.task.repeats
-        is_collective = isinstance(self.run.config.parallel, FSDP)
+        is_collective = self.run.config.parallel.has_collective_forwards
         own = range(count) if is_collective else self._own_answers(count)
         state.parallel.wait_for_weights()
 
@@ -127,7 +126,7 @@ class RolloutLoader(StepLoader):
             parts = world.run_on_all(lambda: list(map(self.prompts.grade, decoded)))
         else:
             parts = world.run_on_all(lambda: list(map(self.prompts.grade, decode())))
-        rollouts = [item for part in parts for item in part]
+        rollouts = [item for part in parts[:: world.mesh.num_data_copies] for item in part]
         self._check_grades(rollouts)
         return rollouts
 
@@ -153,7 +152,7 @@ class RolloutLoader(StepLoader):
     def _own_answers(self, count: int) -> range:
         """Numbers of the answers that this rank decodes and scores."""
         world = self.run.world
-        return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
+        return range(count * world.data_rank // world.data_size, count * (world.data_rank + 1) // world.data_size)
 
     def _select_answers(self) -> list[bool]:
         """Which answers are used: those with a reward, of groups whose mean reward is within the limits."""

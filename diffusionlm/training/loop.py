@@ -73,7 +73,7 @@ def train(config: TrainConfig, build: Callable[[TrainConfig, RunDirectory, World
         open_run_directory(config, world) as directory,
         StopRequest(is_distributed=not world.is_single_process) as stop,
     ):
-        run = build(config, directory, world)
+        run = build(config, directory, world.with_mesh(config.parallel))
         resume_run(run)
         if run.is_complete and world.run_on_first(directory.summary.is_file):
             reason = f": {run.early_stopping.describe()}" if run.early_stopping.is_due else ""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from config.model import ModelConfig
 from config.training.logging import LoggingConfig
 from ddp.parallelism import Parallelism, local_values
-from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.preference import PreferenceResults
@@ -270,7 +269,7 @@ class StepMonitor:
         if has_norms:
             self.parallel.wait_for_weights()
             with self.master_weights.as_float32():
-                norms |= sum_weight_squares(self.model, self.parallel.world)
+                norms |= sum_weight_squares(self.model, self.parallel)
         sums_2M = torch.cat([self._sums_2M, *norms.values()], dim=1) if norms else self._sums_2M
         self.parallel.world.all_reduce_on_device(sums_2M)
         self.read_results = partial(read_quotients, (*LOSS_METRICS, *norms), AsyncHostCopy(sums_2M.flatten()))
@@ -374,15 +373,19 @@ def record_activation_norms(model: Transformer) -> Iterator[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def sum_weight_squares(model: Transformer, world: World) -> dict[str, Tensor]:
+def sum_weight_squares(model: Transformer, parallel: Parallelism) -> dict[str, Tensor]:
     """``weight_norms/<parameter>`` -> this rank's part of the squared L2 norm, and 1 on the first rank, [2, 1], fp64.
 
-    A tied parameter is counted once, a replicated one on the first rank only; of a sharded one each rank adds its rows.
+    A tied parameter is counted once; of one that several ranks have, each adds its share.
     """
-    sums = {}
-    for name, parameter in model.named_parameters():
-        square = torch.linalg.vector_norm(local_values(parameter), dtype=torch.float32).double().square()
-        if not hasattr(parameter, "to_local") and not world.is_first:
-            square = torch.zeros_like(square)
-        sums[f"weight_norms/{name}"] = torch.stack([square, torch.full_like(square, float(world.is_first))])[:, None]
+    sums, parameters = {}, dict(model.named_parameters())
+    device = model.model.norm.weight.device
+    for name in parallel.whole_shapes:
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if name in parameters:  # other experts are on other ranks
+            values = local_values(parameters[name])
+            square += torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
+            square /= parallel.count_copies(name)
+        count = torch.full_like(square, float(parallel.world.is_first))
+        sums[f"weight_norms/{name}"] = torch.stack([square, count])[:, None]
     return sums

@@ -187,7 +187,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         loader = Prefetcher(loader, device)
     validator = Validator(config, tokenizer, components, world)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
-    is_sampling = world.is_first or isinstance(config.parallel, FSDP)
+    is_sampling = world.is_first or config.parallel.has_collective_forwards
     return Run(
         config=config,
         directory=directory,
@@ -200,7 +200,11 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         validator=validator,
         samples=Samples.open(config, infills, tokenizer, state.model, is_sampling),
         tasks=LiveEvaluation(
-            config.evaluation, tokenizer, state.model.config, world, is_collective=isinstance(config.parallel, FSDP)
+            config.evaluation,
+            tokenizer,
+            state.model.config,
+            world,
+            is_collective=config.parallel.has_collective_forwards,
         ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
@@ -223,7 +227,7 @@ def build_train_state(
     Raises:
         ValueError: weights do not fit, or the parallel strategy or the optimizer is not available.
     """
-    model = builder.build_on_meta() if isinstance(config.parallel, FSDP) else builder.build(device)
+    model = builder.build_on_meta() if config.parallel.has_collective_forwards else builder.build(device)
     num_tokens = (config.training.max_steps or 0) * config.training.batch_size * config.row_length
     master_weights = prepare_model(model, config.runtime, precision, device, num_tokens)
     parallel = parallelize(model, config, world, device, precision)
@@ -273,7 +277,7 @@ def build_reference(
     if not config.has_reference or (is_base and config.reference_model is None):
         return None
     builder = find_reference(config, builder)
-    if isinstance(config.parallel, FSDP):
+    if config.parallel.has_collective_forwards:
         model = builder.build_on_meta().requires_grad_(requires_grad=False)
         parallelize(model, config, world, device, precision).materialize(builder.values)
         return model
@@ -311,7 +315,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
     Raises:
         ValueError: ``training.batch_size`` is not divisible by the number of ranks.
     """
-    sequences_per_rank = config.sequences_per_rank(world.size)
+    sequences_per_rank = config.sequences_per_rank(world.data_size)
     return LoaderSpec(
         config.data,
         tokenizer,
@@ -321,8 +325,8 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
         config.training.batch_size,
         config.training.micro_batch_size or sequences_per_rank,
         config.run.seed,
-        world.rank,
-        world.size,
+        world.data_rank,
+        world.data_size,
     )
 
 

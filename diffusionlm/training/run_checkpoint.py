@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from diffusionlm.checkpoints.model_card import (
 from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity, hash_templates
 from diffusionlm.data.sources.hub import is_directory
 from diffusionlm.families.hub import describe_origin
-from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import (
     TASK_METRICS_KEY,
     VALIDATION_BOUND_KEY,
@@ -100,16 +98,17 @@ def stage_run(run: Run) -> StagedCheckpoint:
         if state.parallel.has_all_weights:
             weights = dict(state.parallel.iterate_whole_parameters(values))
         else:  # gathered below, straight to where the others are copied
-            shapes = parameter_shapes(model) if run.world.is_first else {}
+            shapes = state.parallel.whole_shapes
+            names = set(shapes) if values is None else set().union(*run.world.all_gather_objects([*values]))
             weights = {
-                name: torch.empty(shapes[name], device="meta") for name in shapes if values is None or name in values
+                name: torch.empty(shapes[name], device="meta")
+                for name in shapes
+                if name in names and run.world.is_first
             }
         live_weights = _shard_live_weights(state) if average else {}
-        optimizer = to_shards(state.optimizers.state_dict(), state.parallel, parameter_shapes(model))
-        if state.parallel.has_all_weights:
-            live_weights = divide_over_ranks(live_weights, run.world)
+        optimizer = to_shards(state.optimizers.state_dict(), state.parallel)
         if state.parallel.has_all_updates:
-            optimizer = divide_over_ranks(optimizer, run.world)
+            live_weights, optimizer = (divide_over_ranks(shards, run.world) for shards in (live_weights, optimizer))
         memory = run.checkpointer.reserve_memory()
         staged = stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, memory)
         if not state.parallel.has_all_weights:
@@ -194,32 +193,18 @@ def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, T
         name, _, state_key = key.removeprefix("optimizer.").rpartition(".")
         if not key.startswith("optimizer.") or name not in parameters:
             continue
-        if shape and not parallel.has_whole_parameter(name):
-            start, end = parallel.row_range(name)
-            shape = torch.Size((end - start, *shape[1:]))
-        own[f"{name}.{state_key}"] = torch.empty(shape, dtype=tensors.dtypes[key])
-    shards = to_shards(own, parallel, parameter_shapes(run.state.model))
+        if shape and not parallel.shard_of(name).is_whole:
+            shape = parameters[name].shape
+        own[f"{name}.{state_key}"] = torch.zeros(shape, dtype=tensors.dtypes[key])
+    shards = to_shards(own, parallel)
     checkpoint.tensors.read_into({f"optimizer.{key}": shard for key, shard in shards.items()}, "optimizer.")
     return own
 
 
 def _shard_live_weights(state: TrainState) -> dict[str, TensorShard]:
-    """The weights being trained: rows of FSDP's parameters, else whole tensors. Frozen ones are left out."""
-    shards = {}
-    values: Any  # a DTensor under FSDP; importing its class takes a second
-    for name, values in state.model.named_parameters():
-        if not values.requires_grad:
-            continue
-        if hasattr(values, "to_local"):
-            shards[name] = TensorShard.rows(values.to_local(), state.parallel.row_range(name)[0], values.shape[0])
-        else:
-            shards[name] = TensorShard.whole(values)
-    return shards
-
-
-def parameter_shapes(model: Transformer) -> dict[str, torch.Size]:
-    """Shapes of whole parameters, also of a sharded model."""
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    """The weights being trained, as this rank updates them. Frozen ones are left out."""
+    parameters = state.parallel.trainable_parameters()
+    return {name: TensorShard.of(value, state.parallel.shard_of(name)) for name, value in parameters.items()}
 
 
 def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:

@@ -122,14 +122,14 @@ class Prefetcher(StepLoader):
 def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopRequest) -> StepBatch:
     """Load the batch of a step, from 0, and all-reduce the loss denominator, the number of target tokens and the stop
     flags, so that all ranks stop after the same step."""
-    loaded = loader.next_step(step)
+    loaded, copies = loader.next_step(step), world.mesh.num_data_copies
     denominator, num_target_tokens, *stop_flags = world.sum(
         sum(batch.denominator for batch in loaded.noised_batches),
         sum(batch.num_targets for batch in loaded.noised_batches),
         *stop.flags(),
     )
     stop.stop_for_any_rank(stop_flags)
-    return StepBatch(step, loaded, denominator or 1.0, round(num_target_tokens))
+    return StepBatch(step, loaded, denominator / copies or 1.0, round(num_target_tokens / copies))
 
 
 def train_step(
@@ -156,10 +156,13 @@ def backward_micro_batches(
     """Accumulate the gradients of all micro-batches. Returns the loss and the load-balancing loss over all ranks, 0-d.
 
     The load-balancing loss of a step is the mean over its micro-batches, which have one size. Unlike the loss it
-    depends on the micro-batch size: each micro-batch counts for itself how often an expert was selected.
+    depends on the micro-batch size: each micro-batch counts for itself how often an expert was selected, over all ranks
+    of a mesh, else on its rank.
     """
-    num_micro_batches = len(batch.noised_batches)
-    load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * state.parallel.world.size)
+    num_micro_batches, world = len(batch.noised_batches), state.parallel.world
+    num_tensor_ranks = world.mesh.tensor.size  # they compute the same losses
+    num_means = num_tensor_ranks if world.mesh.is_divided else world.size
+    load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * num_means)
     weighed_losses = weigh_micro_batches(state, batch, settings)
     sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
     loss, load_balancing_loss = sums
@@ -188,10 +191,10 @@ def backward_micro_batches(
         if weighed is not None and weighed.observe is not None:
             weighed.observe(output.nll_N.detach())
         state.master_weights.accumulate_gradients()
-        loss += output.loss_sum.detach() if weighed is None else weighed.loss
+        loss += (output.loss_sum.detach() if weighed is None else weighed.loss) / num_tensor_ranks
         if output.load_balancing_loss is not None:
             load_balancing_loss += output.load_balancing_loss.detach()
-    state.parallel.world.all_reduce_on_device(sums)
+    world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ddp.mesh import Shard
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import make_manifest_entries
 from diffusionlm.training.checkpointing import tensor_files
@@ -35,7 +36,7 @@ def rows(value: torch.Tensor, world: World) -> TensorShard:
     parts = value.chunk(world.size)
     first_row = sum(len(part) for part in parts[: world.rank])
     own = parts[world.rank] if world.rank < len(parts) else value[:0]
-    return TensorShard.rows(own.clone(), first_row, len(value))
+    return TensorShard.of(own.clone(), Shard.rows(value.shape, first_row, first_row + len(own)))
 
 
 def optimizer_of(world: World, step: int) -> dict[str, TensorShard]:

@@ -43,7 +43,7 @@ def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
 def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:
     """First and last row of what this rank has, and its gradient."""
     return {
-        name: (*parallelism.row_range(name), parameter.grad)
+        name: (*parallelism.shard_of(name).row_range, parameter.grad)
         for name, parameter in parallelism.trainable_parameters().items()
     }
 

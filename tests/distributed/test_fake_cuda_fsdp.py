@@ -64,7 +64,7 @@ def test_a_checkpoint_gathers_into_pinned_memory(make_config: MakeConfig) -> Non
     """The host waits once for each parameter, and for no copy to memory that is not pinned."""
     with fake_cuda() as record:
         sharded = shard(make_config())
-        sources = {name: torch.empty(shape, device="meta") for name, shape in sharded.shapes.items()}
+        sources = {name: torch.empty(shape, device="meta") for name, shape in sharded.whole_shapes.items()}
         memory = SnapshotMemory()
         copies = memory.copy({**sources, "optimizer": torch.empty(3, device=CUDA)})
         record.clear()

@@ -70,7 +70,7 @@ def train_whole(model: Transformer, config: Kind, world: World, steps: int, max_
 
 def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """On the first rank, which gets the whole parameters."""
-    destinations = {name: torch.empty(shape) for name, shape in parts.shapes.items()}
+    destinations = {name: torch.empty(shape) for name, shape in parts.whole_shapes.items()}
     parameters = dict(parts.iterate_whole_parameters(None, destinations))
     if not parts.world.is_first:
         assert not parameters
@@ -116,7 +116,7 @@ def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path
         torch.testing.assert_close(norms, train_whole(models[1], config, world, 3), rtol=1e-4, atol=0)
         assert min(norms) > 0.5  # clipped, and by the norm over all ranks
         assert_close(parts, models[1])
-        rows = {name: parts.row_range(name) for name in parts.trainable_parameters()}
+        rows = {name: parts.shard_of(name).row_range for name in parts.trainable_parameters()}
         assert all(len(part) == rows[name][1] - rows[name][0] for name, part in parts.trainable_parameters().items())
 
     run_ranks(act, tmp_path, world_size)
@@ -187,7 +187,7 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
         sizes = {kind: [size for name, size in events if kind in name] for kind in ("gather", "reduce")}
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
         parts.clip(1e9)
-        own = {name: slice(*parts.row_range(name)) for name in parts.trainable_parameters()}
+        own = {name: slice(*parts.shard_of(name).row_range) for name in parts.trainable_parameters()}
         squares = torch.zeros(3, dtype=torch.float64)  # of the gradient, and of the errors of FSDP and of autocast
         for name, part in parts.trainable_parameters().items():
             autocast, exact = (model.get_parameter(name).grad for model in models[1:])
@@ -284,7 +284,7 @@ def test_a_whole_parameter_is_gathered_a_few_rows_at_a_time(
     sizes: list[int] = []
     monkeypatch.setattr(fully_sharded, "MAX_GATHER_BYTES", 2 * 12 * world_size)  # two rows of each rank
 
-    def gather(padded: torch.Tensor, gathered: list[torch.Tensor], dst: int) -> None:
+    def gather(padded: torch.Tensor, gathered: list[torch.Tensor], group_dst: int, group: Any) -> None:
         first = sum(sizes)
         sizes.append(len(padded))
         for target, part in zip(gathered, parts, strict=True):
@@ -292,7 +292,7 @@ def test_a_whole_parameter_is_gathered_a_few_rows_at_a_time(
             target[: len(part[first : first + len(target)])] = part[first : first + len(target)]
 
     monkeypatch.setattr("ddp.fully_sharded.dist.gather", gather)
-    rank: Any = SimpleNamespace(world=SimpleNamespace(size=world_size, is_first=True))
+    rank: Any = SimpleNamespace(world=SimpleNamespace(size=world_size, is_first=True, group=None))
     whole = FullySharded._gather(rank, parts[0], value.shape)
     assert whole is not None and torch.equal(whole, value)
     assert sum(sizes) == len(parts[0]) and max(sizes) <= 2

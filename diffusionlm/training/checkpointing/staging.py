@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp.mesh import Shard
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 
@@ -101,7 +102,7 @@ TASK_METRICS_KEY = "task_metrics"
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The part of a tensor that one rank stores: a contiguous range of its rows, or all of it."""
+    """The part of a tensor that one rank stores: a contiguous range of each dimension, or all of it."""
 
     values: Tensor
     offsets: tuple[int, ...]
@@ -114,10 +115,9 @@ class TensorShard:
         return TensorShard(values, (0,) * values.dim(), values.shape)
 
     @staticmethod
-    def rows(values: Tensor, first_row: int, num_rows: int) -> TensorShard:
-        """Rows of a tensor that has ``num_rows`` in all, from ``first_row``; there may be none."""
-        offsets = (first_row, *(0 for _ in values.shape[1:]))
-        return TensorShard(values, offsets, torch.Size((num_rows, *values.shape[1:])))
+    def of(values: Tensor, shard: Shard) -> TensorShard:
+        """A part of a tensor; rows of ``values`` behind it are padding."""
+        return TensorShard(values[: shard.shape[0]] if shard.shape else values, shard.offsets, shard.whole_shape)
 
     @property
     def is_empty(self) -> bool:
@@ -125,20 +125,13 @@ class TensorShard:
         return self.values.numel() == 0 and self.global_shape.numel() > 0
 
 
-def to_shards(
-    state: Mapping[str, Tensor], parallel: Parallelism, shapes: Mapping[str, torch.Size]
-) -> dict[str, TensorShard]:
-    """Optimizer state of a rank by ``parameter.key`` as shards. Scalars and whole parameters are whole.
-
-    ``shapes`` are those of the model's whole parameters.
-    """
+def to_shards(state: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, TensorShard]:
+    """Optimizer state of a rank by ``parameter.key`` as shards. Scalars and state of whole parameters are whole."""
     shards = {}
     for key, values in state.items():
-        name = key.rpartition(".")[0]
-        if not values.dim() or parallel.has_whole_parameter(name):
-            shards[key] = TensorShard.whole(values)
-        else:
-            shards[key] = TensorShard.rows(values, parallel.row_range(name)[0], shapes[name][0])
+        shard = parallel.shard_of(key.rpartition(".")[0])
+        is_whole = not values.dim() or shard.is_whole
+        shards[key] = TensorShard.whole(values) if is_whole else TensorShard.of(values, shard)
     return shards
 
 

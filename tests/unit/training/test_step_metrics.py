@@ -11,7 +11,6 @@ import torch
 
 from config.training.logging import LoggingConfig
 from ddp.parallelism import NoParallel
-from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.diffusion.layout import InputLayout, LogitAlignment
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
 from diffusionlm.kernels.loss_types import LossInputs
@@ -183,7 +182,7 @@ def test_norms_of_activations(tiny_model: MakeModel) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
     model = tiny_model(tie_word_embeddings=tied)
-    squares = read_norms(sum_weight_squares(model, SINGLE_PROCESS))
+    squares = read_norms(sum_weight_squares(model, NoParallel(model)))
     assert ("lm_head.weight" in squares) is not tied
     for name, parameter in model.named_parameters():
         assert squares[name] == pytest.approx(parameter.detach().double().square().sum().item(), rel=1e-6)
