@@ -78,7 +78,7 @@ class _LowRankLinear(torch.autograd.Function):
         ctx.save_for_backward(x_TI, A_rI, B_Or, h_rT, keep_TI)
         ctx.weight, ctx.scale = weight_OI, scale  # without gradient, so it makes no cycle
         ctx.bias_dtype = None if bias_O is None else bias_O.dtype
-        return out_TO.view(*x.shape[:-1], -1)
+        return out_TO.view(*x.shape[:-1], out_TO.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -97,7 +97,7 @@ class _LowRankLinear(torch.autograd.Function):
                 grad_x.addmm_(grad_h_rT.T, A)
             else:
                 grad_x.addcmul_(grad_h_rT.T @ A, keep_TI.to(dtype))
-            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+            grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[1])
         grad_bias = grad_TO.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, grad_A, grad_B, None, None
 

@@ -238,6 +238,16 @@ def test_backward_ends_at_the_lowest_adapter(tiny_model: MakeModel) -> None:
     assert counter.get_total_flops() == 2 * len(positions) * (grad_h + grad_a + grad_b)
 
 
+def test_experts_without_tokens_have_adapters(tiny_model: MakeModel) -> None:
+    model = tiny_model(num_experts=8, num_experts_per_tok=1, moe_intermediate_size=10)
+    add_adapter(model, LoraConfig(rank=2, targets=("gate_proj", "down_proj")))
+    model(TOKENS[:1, :3], pattern=Bidirectional()).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(gradient is not None for gradient in gradients.values())
+    zeros = [name for name, gradient in gradients.items() if gradient is not None and not gradient.any()]
+    assert sum(name.endswith("down_proj.lora_B") for name in zeros) >= 2 * 5  # three tokens use at most three of eight
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_training_forward_equals_inference(bias: bool, tiny_model: MakeModel) -> None:
     model = tiny_model(attention_bias=bias)
