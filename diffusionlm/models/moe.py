@@ -25,6 +25,8 @@ EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 SelectRows = Callable[[int, Tensor], AbstractContextManager[None]]
 """Called with the number of tokens and the indices of those of an expert, for a context of the call of this expert."""
+Dispatch = Callable[["MoE", Tensor, Tensor, Tensor], Tensor]
+"""Maps a module, tokens [T, D], weights [T, K] and indices [T, K] of their experts to the weighted sums [T, D]."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class MoE(nn.Module):
         self.max_dense_tokens = 0
         """Up to so many tokens each expert computes all of them, so that its products have one shape, whatever the
         router selects."""
+        self.dispatch: Dispatch = MoE.run_experts
+        """Runs the experts of each token. Replaced where this module has only some of the experts."""
 
     def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
         """Mixture of experts of x [..., D]; appends the router output to ``routings``."""
@@ -72,27 +76,38 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         if routings is not None:
             routings.append(Routing(probabilities_TE, experts_TK))
+        return self.dispatch(self, x_TD, weights_TK, experts_TK).view(x.shape)
+
+    def run_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Run this module's experts: weighted sums [T, D]. ``experts_TK`` are indices into `experts`."""
         if len(x_TD) <= self.max_dense_tokens:
-            return run_experts_on_all_tokens(self.experts, x_TD, weights_TK, experts_TK).view(x.shape)
+            return run_experts_on_all_tokens(self.experts, x_TD, weights_TK, experts_TK)
         projections = [getattr(expert, name) for expert in self.experts for name in EXPERT_PROJECTIONS]
         # type(), not isinstance: the grouped path reads the weights, and a subclass (LoRA) does more than that.
         if self.hidden_act == "silu" and all(type(projection) is Linear for projection in projections):
             weights = [projection.weight for projection in projections]
-            return run_experts_grouped(weights, x_TD, weights_TK, experts_TK).view(x.shape)
-        return run_experts_one_by_one(self.experts, x_TD, weights_TK, experts_TK, self.select_rows).view(x.shape)
+            return run_experts_grouped(weights, x_TD, weights_TK, experts_TK)
+        return run_experts_one_by_one(self.experts, x_TD, weights_TK, experts_TK, self.select_rows)
 
 
-def compute_load_balancing_loss(routings: Sequence[Routing]) -> Tensor:
+def compute_load_balancing_loss(
+    routings: Sequence[Routing], sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Load-balancing loss ``E sum_e f_e P_e``; its minimum K is an even load.
 
     Fedus et al. 2022, eq. 4, as in transformers for Qwen3-MoE. f_e is the number of times that expert e is selected per
     token, P_e its mean probability. Both are means over the inputs of all routers together: all positions, with padding
     and both halves, but only the output positions in the last layer. Only P has a gradient.
+
+    With ``sum_over_ranks``, which sums a tensor over ranks with different positions, the means are over all of these.
+    Each rank returns the part of its own positions: losses and gradients summed over the ranks are those of all.
     """
-    num_experts = routings[0].probabilities_TE.shape[1]
-    num_tokens = max(1, sum(len(routing.probabilities_TE) for routing in routings))
+    num_experts, top_k = routings[0].probabilities_TE.shape[1], routings[0].experts_TK.shape[1]
     counts = [_count_tokens_by_expert(routing.experts_TK, num_experts) for routing in routings]
     count_E = torch.stack(counts).sum(dim=0)
+    if sum_over_ranks is not None:
+        count_E = sum_over_ranks(count_E)
+    num_tokens = (count_E.sum() // top_k).clamp(min=1)
     probability_E = torch.stack([routing.probabilities_TE.sum(dim=0) for routing in routings]).sum(dim=0)
     return num_experts * torch.dot(count_E.to(probability_E.dtype) / num_tokens, probability_E / num_tokens)
 

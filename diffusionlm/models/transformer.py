@@ -7,7 +7,7 @@ Shapes: B sequences, L positions, D hidden, V vocabulary, P output positions out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -102,6 +102,8 @@ class Transformer(nn.Module):
         """Decoding on a GPU may record forwards: parameters stay where they are in memory."""
         self.has_collective_forwards = False
         """Whether all ranks take part in each forward, so that none may repeat one alone."""
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        """Sums a tensor over ranks with different positions, for the load-balancing loss of all of them."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -192,8 +194,8 @@ class Transformer(nn.Module):
         output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows)
         if not routings:
             return output
-        load_balancing_loss = loss_inputs.load_balancing_weight * compute_load_balancing_loss(routings)
-        return replace(output, load_balancing_loss=load_balancing_loss)
+        load_balancing_loss = compute_load_balancing_loss(routings, self.sum_over_ranks)
+        return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
 
     def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary tables of a forward, in the dtype of the queries."""

@@ -214,9 +214,9 @@ def test_balance_is_pooled_over_layers_with_their_tokens(
     """All 24 positions in the first layer, the 5 scored rows in the last."""
     visible: list[list[Routing]] = []
 
-    def spy(routings: list[Routing]) -> Tensor:
+    def spy(routings: list[Routing], *rest: Any) -> Tensor:
         visible.append(list(routings))
-        return compute_load_balancing_loss(routings)
+        return compute_load_balancing_loss(routings, *rest)
 
     monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", spy)
     tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(1.0))
@@ -224,7 +224,7 @@ def test_balance_is_pooled_over_layers_with_their_tokens(
 
 
 def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> Tensor:
+    def refuse(*_: object) -> Tensor:
         raise AssertionError("made in evaluation")
 
     monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", refuse)
