@@ -22,7 +22,7 @@ from diffusionlm.models.attention import Attention, PreparedAttention, PreparedB
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
-from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
+from diffusionlm.models.moe import MoE, Routing, RoutingLog, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.varlen import VarlenBatch, prepare_varlen_attention
@@ -55,7 +55,7 @@ class Block(nn.Module):
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
-        routings: list[Routing] | None = None,
+        routings: RoutingLog | list[Routing] | None = None,
     ) -> Tensor:
         """Output [B, L, D], or [P, D] at ``output_positions``: then the others get keys and values only.
 
@@ -178,12 +178,11 @@ class Transformer(nn.Module):
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
-        routings: list[Routing] | None = [] if loss_inputs is not None and loss_inputs.load_balancing_weight else None
+        has_balance = loss_inputs is not None and bool(loss_inputs.load_balancing_weight)
+        log = RoutingLog() if has_balance else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
-            x = block(
-                x, rope, attention, output_positions=output_positions if index == last else None, routings=routings
-            )
+            x = block(x, rope, attention, output_positions=output_positions if index == last else None, routings=log)
         x = self.model.norm(x)
         softcap = self.config.final_logit_softcapping
         if loss_inputs is None:
@@ -192,9 +191,9 @@ class Transformer(nn.Module):
         head_rows = self.lm_head.head_rows()
         head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
         output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows)
-        if not routings:
+        if log is None or not log.routings:
             return output
-        load_balancing_loss = compute_load_balancing_loss(routings, self.sum_over_ranks)
+        load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)
         return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
 
     def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

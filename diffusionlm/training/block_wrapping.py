@@ -124,7 +124,7 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
-        routings: list[Any] | None = None,
+        routings: Any = None,
     ) -> Tensor:
         if not torch.is_grad_enabled():  # validation has other shapes and few steps
             return forward(x_BLD, rope, attention, output_positions=output_positions, routings=routings)
@@ -140,7 +140,7 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
         block_routings: list[Any] | None = None if routings is None else []
         output = compiled(x_BLD, rope, traceable, output_positions=output_positions, routings=block_routings)
         if routings is not None and block_routings is not None:
-            routings += block_routings
+            routings.extend(block_routings)
         return output
 
     return run
@@ -201,7 +201,7 @@ def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) ->
         rope: tuple[Tensor, Tensor],
         attention: Any,
         *,
-        routings: list[Any] | None = None,
+        routings: Any = None,
         **options: Any,
     ) -> Tensor:
         if not torch.is_grad_enabled():
@@ -219,7 +219,7 @@ def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) ->
             compute, x_BLD, use_reentrant=False, preserve_rng_state=False, **checkpoint_options
         )
         if routings is not None:
-            routings += block_routings
+            routings.extend(block_routings)
         return output
 
     return run

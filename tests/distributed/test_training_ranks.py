@@ -224,6 +224,23 @@ def test_run_resumes_with_another_world_size(strategy: str, config: TrainConfig,
     check_equal(part, whole, 2e-5)
 
 
+@pytest.mark.slow
+def test_experts_are_balanced_alike_under_fsdp_and_ddp(config: TrainConfig, tmp_path: Path) -> None:
+    """FSDP copies lists among the arguments of a block, and the routings are collected in one of them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_hidden_layers": 2}
+    sections: dict[str, Any] = {
+        "model": {**experts, "qk_norm": True, "router_aux_loss_coef": 0.1},
+        "training": {"max_steps": 3},
+        "optimizer": ADAMW | {"eps": 1e-5},
+    }
+    ddp, fsdp = (
+        change_config(config, tmp_path / name, **sections, parallel=STRATEGIES[name]) for name in ("ddp", "fsdp")
+    )
+    train_on(ddp, tmp_path)
+    train_on(fsdp, tmp_path)
+    check_equal(fsdp, ddp, 2e-5)
+
+
 def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
