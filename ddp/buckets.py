@@ -180,11 +180,9 @@ def trainable_by_unit(model: nn.Module, units: Sequence[ParameterUnit]) -> list[
     """
     name_of = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     aliases = dict(model.named_parameters(remove_duplicate=False))
-    by_unit = [
+    return [
         {name_of.pop(aliases[name]): aliases[name] for name in names if aliases[name] in name_of} for _, names in units
     ]
-    assert not name_of, f"parameters of no unit: {', '.join(name_of.values())}"
-    return by_unit
 
 
 def reversed_units(by_unit: Sequence[dict[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

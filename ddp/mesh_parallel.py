@@ -24,7 +24,7 @@ from ddp.gradient_reducer import scale_to_norm
 from ddp.mesh import Shard
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
-from ddp.tensor_parallel import TensorMatrixExchange, apply_tensor_parallel
+
 
 BuildStrategy = Callable[[World, Sequence[ParameterUnit]], Parallelism]
 """Applies a strategy of data parallelism to the parameters of some units, over the ranks of a world."""
@@ -63,6 +63,8 @@ class MeshParallel:
             replicated = {name for name in replicated if ".experts." not in name}
         self.shards = {name: Shard.whole(parameter.shape) for name, parameter in model.named_parameters()}
         if mesh.tensor.size > 1:
+            from ddp.tensor_parallel import apply_tensor_parallel
+
             self.shards = apply_tensor_parallel(model, mesh.tensor)
         replicas = world.along(mesh.replicas)
         self.model.has_collective_forwards = True
