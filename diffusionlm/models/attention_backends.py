@@ -61,7 +61,7 @@ FLEX_MIN_HEAD_DIM = 16
 def select_backend(
     requested: AttentionBackend,
     q_BQNH: Tensor,
-    length: int,
+    num_keys: int,
     softcap: float | None,
     compute_density: Callable[[], float] | None,
 ) -> Literal["eager", "sdpa", "tiled", "flex"]:
@@ -71,7 +71,7 @@ def select_backend(
 
     Args:
         requested: everything but ``auto`` is returned as it is.
-        length: number of positions, S.
+        num_keys: number of keys, S.
         softcap: cap of the scores. None: no cap.
         compute_density: returns the share of pairs that tiles compute. None: there are no intervals, because no mask
             is needed or the pattern has none.
@@ -80,12 +80,12 @@ def select_backend(
         return requested
     device, dtype = q_BQNH.device.type, q_BQNH.dtype
     fits_flex = device == "cuda" and dtype != torch.float64 and q_BQNH.shape[-1] >= FLEX_MIN_HEAD_DIM
-    if compute_density is not None and fits_flex and length >= FLEX_MIN_LENGTH:
+    if compute_density is not None and fits_flex and num_keys >= FLEX_MIN_LENGTH:
         return "flex"
     if softcap is not None:
         return "eager"
     min_length = BFLOAT16_TILED_MIN_LENGTH if dtype == torch.bfloat16 else TILED_MIN_LENGTH
-    is_long = device == "cpu" and length >= min_length
+    is_long = device == "cpu" and num_keys >= min_length
     if compute_density is not None and is_long and compute_density() <= TILED_MAX_DENSITY:
         return "tiled"
     is_short_bfloat16 = device == "cpu" and dtype == torch.bfloat16 and q_BQNH.shape[1] <= EAGER_MAX_LENGTH
@@ -130,7 +130,7 @@ def prepare_attention(
     """Prepare the attention of a pattern, once for all layers of a forward that have the same window.
 
     Args:
-        length: number of positions; both halves of a two-stream sequence count.
+        length: number of inputs; both halves of a two-stream sequence count.
         device: device of queries and keys.
         backend: ``auto``: see `select_backend`.
         window: keys must be less than this many positions away. None: no limit.
@@ -139,7 +139,8 @@ def prepare_attention(
         ValueError: the length does not fit the pattern, or the backend cannot compute the pattern or the soft cap.
     """
     scale_options.check_backend(backend)
-    if window is not None and window >= length // pattern.positions_per_token:
+    num_keys = pattern.num_keys(length)
+    if window is not None and window >= num_keys // pattern.positions_per_token:
         window = None
     needs_intervals = backend in ("tiled", "flex")
     if backend != "auto":
@@ -148,7 +149,7 @@ def prepare_attention(
         uses_intervals = False
     elif scale_options.softcap is not None:
         # Only FlexAttention can use intervals and cap scores.
-        uses_intervals = torch.device(device).type == "cuda" and length >= FLEX_MIN_LENGTH
+        uses_intervals = torch.device(device).type == "cuda" and num_keys >= FLEX_MIN_LENGTH
     else:
         uses_intervals = not pattern.is_unrestricted or window is not None
     intervals = pattern.intervals(length, device, window) if uses_intervals else None
@@ -178,7 +179,7 @@ class PatternAttention(PreparedAttention):
     ) -> None:
         self._pattern, self._length, self._device = pattern, length, device
         self._requested, self._window, self._intervals = requested, window, intervals
-        self._scale_options = scale_options
+        self._scale_options, self._num_keys = scale_options, pattern.num_keys(length)
         self._is_unrestricted = pattern.is_unrestricted and window is None
         # Built here if it will be needed for sure, so that a length that does not fit raises before the first layer.
         self._mask = (
@@ -189,13 +190,19 @@ class PatternAttention(PreparedAttention):
         self._block_masks: dict[int, BlockMask] = {}
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        attention = self.traceable(q_BQNH)
+        if self._pattern.gather_keys is not None:
+            k_BSKH, v_BSKH = self._pattern.gather_keys(k_BSKH, v_BSKH)
+        attention = self._attention_of_backend(q_BQNH)
         if attention is not None:
             return attention(q_BQNH, k_BSKH, v_BSKH)
         return attend_tiled(q_BQNH, k_BSKH, v_BSKH, self._tiles_for(q_BQNH.dtype), scale=self._scale_options.scale)
 
     def traceable(self, q_BQNH: Tensor) -> PreparedAttention | None:
-        """See `PreparedAttention`; None for tiles, which the host lists."""
+        """See `PreparedAttention`; None for tiles, which the host lists, and where keys are gathered."""
+        return None if self._pattern.gather_keys is not None else self._attention_of_backend(q_BQNH)
+
+    def _attention_of_backend(self, q_BQNH: Tensor) -> PreparedAttention | None:
+        """Attention of these queries and all keys. None: tiles."""
         backend, num_queries = self.backend_for(q_BQNH), q_BQNH.shape[1]
         if backend == "tiled":
             return None
@@ -211,10 +218,10 @@ class PatternAttention(PreparedAttention):
         """Backend for these queries: see `select_backend`."""
 
         def compute_density() -> float:
-            return tile_density(self._tiles_for(q_BQNH.dtype), self._length)
+            return tile_density(self._tiles_for(q_BQNH.dtype), self._num_keys)
 
         density = None if self._intervals is None else compute_density
-        return select_backend(self._requested, q_BQNH, self._length, self._scale_options.softcap, density)
+        return select_backend(self._requested, q_BQNH, self._num_keys, self._scale_options.softcap, density)
 
     def _tiles_for(self, dtype: torch.dtype) -> tuple[Tile, ...]:
         if dtype not in self._tiles:
@@ -228,7 +235,7 @@ class PatternAttention(PreparedAttention):
 
         if num_queries not in self._block_masks:
             assert self._intervals is not None
-            self._block_masks[num_queries] = build_block_mask(self._intervals, num_queries)
+            self._block_masks[num_queries] = build_block_mask(self._intervals, num_queries, self._num_keys)
         return self._block_masks[num_queries]
 
     def _dense_mask_for(self, dtype: torch.dtype | None) -> Tensor | None:

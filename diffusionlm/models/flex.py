@@ -54,11 +54,10 @@ FLOAT32_OPTIONS = {
 """The same for float32, whose products do not run on tensor cores and hold their factors in registers."""
 
 
-def build_block_mask(intervals: Intervals, num_queries: int) -> BlockMask:
-    """Block mask of the first ``num_queries`` positions, with the same tiles as `create_block_mask`."""
+def build_block_mask(intervals: Intervals, num_queries: int, num_keys: int) -> BlockMask:
+    """Block mask of the first ``num_queries`` queries, with the same tiles as `create_block_mask`."""
     starts_BQR, ends_BQR = (tensor[:, :num_queries] for tensor in intervals)
-    length = intervals[0].shape[1]
-    visible_BIJ = count_visible_by_tile(starts_BQR, ends_BQR, length)
+    visible_BIJ = count_visible_by_tile(starts_BQR, ends_BQR, num_keys)
     is_full = visible_BIJ == BLOCK_SIZE * BLOCK_SIZE
     is_partial = (visible_BIJ > 0) & ~is_full
     return BlockMask.from_kv_blocks(
@@ -66,7 +65,7 @@ def build_block_mask(intervals: Intervals, num_queries: int) -> BlockMask:
         *_list_tiles(is_full),
         BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=_build_mask_mod(starts_BQR.int(), ends_BQR.int()),
-        seq_lengths=(num_queries, length),
+        seq_lengths=(num_queries, num_keys),
     )
 
 

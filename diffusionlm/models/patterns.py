@@ -20,6 +20,8 @@ from diffusionlm.models.tensors import copy_to_device
 
 Intervals = tuple[Tensor, Tensor]
 """Starts and ends of half-open key ranges, each int64 [B or 1, S, R]."""
+GatherKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Called with the keys and values of a forward's inputs; returns those of all positions, with gradient."""
 
 
 class AttentionPattern(Protocol):
@@ -37,6 +39,16 @@ class AttentionPattern(Protocol):
     @property
     def is_unrestricted(self) -> bool:
         """True if every position attends to every position, so that no mask is needed."""
+
+    @property
+    def gather_keys(self) -> GatherKeys | None:
+        """Collects the keys and values of positions that are not inputs of this forward. None: all positions are."""
+
+    def num_keys(self, length: int) -> int:
+        """Number of positions that have keys, for ``length`` inputs; it is larger if keys are gathered."""
+
+    def default_positions(self, length: int, device: torch.device | str) -> Tensor:
+        """Position of each input in its sequence, [length]: 0, 1, 2 ..., again in the second half of two streams."""
 
     def with_documents(self, documents_BL: Tensor) -> AttentionPattern:
         """Copy with other documents."""
@@ -75,6 +87,16 @@ class _PatternBase:
     @property
     def is_unrestricted(self) -> bool:
         return False
+
+    @property
+    def gather_keys(self) -> GatherKeys | None:
+        return None
+
+    def num_keys(self, length: int) -> int:
+        return length
+
+    def default_positions(self, length: int, device: torch.device | str) -> Tensor:
+        return torch.arange(length // self.positions_per_token, device=device).repeat(self.positions_per_token)
 
     def with_documents(self, documents_BL: Tensor) -> Self:
         return replace(self, documents_BL=documents_BL)  # type: ignore[type-var]

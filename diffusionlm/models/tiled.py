@@ -53,9 +53,9 @@ class Tile:
         return (self.end - self.first) * self.width
 
 
-def tile_density(tiles: Sequence[Tile], length: int) -> float:
-    """Share of all pairs of positions that the tiles compute; 1 is dense."""
-    return sum(tile.num_pairs for tile in tiles) / length**2
+def tile_density(tiles: Sequence[Tile], num_keys: int) -> float:
+    """Share of all pairs of queries and keys that the tiles compute; 1 is dense."""
+    return sum(tile.num_pairs for tile in tiles) / (tiles[-1].end * num_keys)
 
 
 def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dtype) -> tuple[Tile, ...]:
@@ -67,7 +67,7 @@ def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dty
     starts_BSR, ends_BSR = intervals
     length = starts_BSR.shape[1]
     is_nonempty_BSR = starts_BSR < ends_BSR
-    lowest_SR = torch.where(is_nonempty_BSR, starts_BSR, length).amin(dim=0)
+    lowest_SR = torch.where(is_nonempty_BSR, starts_BSR, torch.iinfo(starts_BSR.dtype).max).amin(dim=0)
     highest_SR = torch.where(is_nonempty_BSR, ends_BSR, 0).amax(dim=0)
     minima_2SR = torch.stack([lowest_SR, ends_BSR.amin(dim=0)])
     maxima_2SR = torch.stack([highest_SR, starts_BSR.amax(dim=0)])

@@ -214,9 +214,10 @@ class Transformer(nn.Module):
         self, pattern: AttentionPattern, length: int, positions: Tensor | None, device: torch.device
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
         """Attention of each layer, and position ids. Layers with the same window share one attention."""
-        if length > self.config.max_position_embeddings * pattern.positions_per_token:
+        num_tokens = pattern.num_keys(length) // pattern.positions_per_token
+        if num_tokens > self.config.max_position_embeddings:
             raise ValueError(
-                f"{length // pattern.positions_per_token} tokens are more than the model's context, "
+                f"{num_tokens} tokens are more than the model's context, "
                 f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
             )
         windows, scale_options = self._layer_windows(), self._build_attention_scale()
@@ -225,8 +226,7 @@ class Transformer(nn.Module):
             for window in dict.fromkeys(windows)
         }
         if positions is None:
-            num_tokens = length // pattern.positions_per_token
-            positions = torch.arange(num_tokens, device=device).repeat(pattern.positions_per_token)
+            positions = pattern.default_positions(length, device)
         return [attention_of_window[window] for window in windows], positions
 
     def _prepare_varlen_attention(

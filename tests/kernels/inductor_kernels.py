@@ -137,7 +137,7 @@ def record_flex(case: FlexCase, *, is_on_hopper: bool) -> list[Graph]:
     with flex_as_on_a_gpu():
         attend = torch.compile(attend_flex, backend=make_recorder(graphs))
         scale = AttentionScale(softcap=case.softcap)
-        attend(q, k, v, build_block_mask(intervals, length), scale, is_on_hopper=is_on_hopper).sum().backward()
+        attend(q, k, v, build_block_mask(intervals, length, length), scale, is_on_hopper=is_on_hopper).sum().backward()
     return graphs
 
 

@@ -69,7 +69,7 @@ def test_tiles_are_those_of_create_block_mask(pattern: AttentionPattern, window:
         expected = create_block_mask(
             lambda b, h, q, k: dense_mask[b, q, k], len(dense_mask), 1, queries, length, device=torch.device("cpu")
         )
-        assert_same(build_block_mask(intervals, queries), expected)
+        assert_same(build_block_mask(intervals, queries, length), expected)
 
 
 def test_tables_are_small() -> None:
@@ -78,7 +78,7 @@ def test_tables_are_small() -> None:
     visible = count_visible_by_tile(*intervals, 1 << 16)
     assert visible.shape == (1, 512, 512)
     assert visible.sum() == (1 << 15) ** 2 + (1 << 15) * 32
-    full = build_block_mask(intervals, 1 << 16)
+    full = build_block_mask(intervals, 1 << 16, 1 << 16)
     assert full.full_kv_num_blocks is not None
     assert int(full.kv_num_blocks.sum()) == 3 * 256 and int(full.full_kv_num_blocks.sum()) == 256 * 255
 
