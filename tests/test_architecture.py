@@ -30,7 +30,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "logger": set(),
     "profiling": {"diffusionlm.families"},
     "files": set(),
-    "ddp": {"diffusionlm.kernels", "diffusionlm.models"},
+    "ddp": {"diffusionlm.diffusion", "diffusionlm.kernels", "diffusionlm.models"},
     "diffusionlm.families": set(),
     "diffusionlm.kernels": set(),
     "diffusionlm.models": {"diffusionlm.kernels"},
