@@ -311,7 +311,39 @@ class TrainConfig(Section):
             raise ValueError(
                 'parallel.backend = "nccl" needs GPUs, and run.device = "cpu": set parallel.backend = "auto" or "gloo"'
             )
+        if parallel.is_divided:
+            self._check_mesh(parallel)
         return self
+
+    def _check_mesh(self, parallel: MultiProcessOptions) -> None:
+        """
+        Raises:
+            ValueError: the mesh does not combine with another key.
+        """
+        is_split, is_matrix = parallel.context > 1, parallel.tensor > 1
+        objective, is_muon = self.objective, isinstance(self.optimizer, MuonConfig)
+        has_mask_noise = not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps
+        conflicts = {
+            'objective.kind = "preference"': is_split and isinstance(objective, PreferenceConfig),
+            "[rl]": is_split and self.rl is not None,
+            "training.neftune_alpha": is_split and self.training.neftune_alpha is not None,
+            "objective.mask_noise_steps": is_split and bool(has_mask_noise),
+            "lora.dropout": (is_split or is_matrix) and self.lora is not None and self.lora.dropout > 0.0,
+            f'optimizer.kind = "{self.optimizer.kind}"': is_matrix and self.optimizer.is_quantized,
+            'optimizer.kind = "muon" and parallel.strategy = "fsdp"': is_muon and isinstance(parallel, FSDP),
+            'runtime.compile = "blocks"': self.runtime.compile == "blocks",
+        }
+        conflict = next((key for key, is_set in conflicts.items() if is_set), None)
+        if conflict is not None:
+            raise ValueError(
+                f"parallel.tensor = {parallel.tensor}, context = {parallel.context} and expert = {parallel.expert} do "
+                f"not combine with {conflict}: remove it, or set the mesh to 1"
+            )
+        if self.row_length % (2 * parallel.context):
+            raise ValueError(
+                f"data.row_length = {self.row_length} must be a multiple of 2 * parallel.context = "
+                f"{2 * parallel.context}"
+            )
 
 
 class DistributedTrainConfig(TrainConfig):

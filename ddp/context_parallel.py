@@ -25,6 +25,7 @@ from torch import Tensor
 from ddp.mesh import Axis
 from diffusionlm.diffusion.noised_batch import FORWARD_TENSORS, NoisedBatch
 from diffusionlm.models.patterns import AttentionPattern, Intervals
+from diffusionlm.models.tensors import copy_to_device
 
 
 def split_batch(noised_batch: NoisedBatch, axis: Axis) -> NoisedBatch:
@@ -48,13 +49,29 @@ def split_batch(noised_batch: NoisedBatch, axis: Axis) -> NoisedBatch:
             f"data.row_length to a multiple of 2 * parallel.context = {num_chunks}"
         )
     own_I = pattern.select(torch.arange(S), dim=0)
-    local_S = torch.full((S,), -1).index_copy(0, own_I, torch.arange(len(own_I)))
-    local_N = local_S[noised_batch.positions_N % S]
+    local_N = _find_local_positions(noised_batch.positions_N, S, pattern)
     is_own_N = local_N >= 0
     tensors = {name: getattr(noised_batch, name) for name in FORWARD_TENSORS if name.endswith("_N")}
     own_tensors: dict[str, Any] = {name: tensor[is_own_N] for name, tensor in tensors.items() if tensor is not None}
     own_tensors["positions_N"] = own_tensors["positions_N"] // S * len(own_I) + local_N[is_own_N]
     return replace(noised_batch, inputs_BS=noised_batch.inputs_BS[:, own_I], pattern=pattern, **own_tensors)
+
+
+def gather_losses(own_nll: Tensor, noised_batch: NoisedBatch, axis: Axis) -> Tensor:
+    """Losses of all output positions of a whole batch, [N], of those that each rank computed of its part."""
+    host = noised_batch.on_host or noised_batch
+    local_N = _find_local_positions(host.positions_N, host.inputs_BS.shape[1], PatternShard(host.pattern, axis))
+    indices = copy_to_device((local_N >= 0).nonzero()[:, 0], own_nll.device)
+    nll_N = own_nll.new_zeros(len(local_N)).index_copy_(0, indices, own_nll)
+    dist.all_reduce(nll_N, group=axis.group)
+    return nll_N
+
+
+def _find_local_positions(positions_N: Tensor, num_positions: int, pattern: PatternShard) -> Tensor:
+    """Index of each output position among this rank's inputs of its sequence, [N]; -1: another rank has it."""
+    own_I = pattern.select(torch.arange(num_positions), dim=0)
+    local_S = torch.full((num_positions,), -1).index_copy(0, own_I, torch.arange(len(own_I)))
+    return local_S[positions_N % num_positions]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from ddp.gradient_reducer import scale_to_norm
 from ddp.mesh import Shard
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
-
 
 BuildStrategy = Callable[[World, Sequence[ParameterUnit]], Parallelism]
 """Applies a strategy of data parallelism to the parameters of some units, over the ranks of a world."""
@@ -53,7 +52,7 @@ class MeshParallel:
         Raises:
             ValueError: the mesh does not fit the model; names the key.
         """
-        self.model: Any = model
+        self.model = cast(Any, model)
         self.world, self.device, self._build_strategy = world, device, build_strategy
         self._has_sharded_weights = has_sharded_weights
         self.whole_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

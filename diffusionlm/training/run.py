@@ -229,7 +229,10 @@ def build_train_state(
     """
     model = builder.build_on_meta() if config.parallel.has_collective_forwards else builder.build(device)
     num_tokens = (config.training.max_steps or 0) * config.training.batch_size * config.row_length
-    master_weights = prepare_model(model, config.runtime, precision, device, num_tokens)
+    runtime = config.runtime
+    if world.mesh.is_divided:  # the compiler would trace collectives
+        runtime = runtime.model_copy(update={"compile": "none"})
+    master_weights = prepare_model(model, runtime, precision, device, num_tokens)
     parallel = parallelize(model, config, world, device, precision)
     parallel.materialize(builder.values)
     optimizers = build_optimizers(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from config.training.optimizer import LRScheduleConfig
+from ddp.context_parallel import gather_losses, split_batch
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from diffusionlm.data.loader import LoadedStep, StepLoader
@@ -160,7 +161,7 @@ def backward_micro_batches(
     of a mesh, else on its rank.
     """
     num_micro_batches, world = len(batch.noised_batches), state.parallel.world
-    num_tensor_ranks = world.mesh.tensor.size  # they compute the same losses
+    num_tensor_ranks, context = world.mesh.tensor.size, world.mesh.context  # the first compute the same losses
     num_means = num_tensor_ranks if world.mesh.is_divided else world.size
     load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * num_means)
     weighed_losses = weigh_micro_batches(state, batch, settings)
@@ -168,8 +169,11 @@ def backward_micro_batches(
     loss, load_balancing_loss = sums
     for index, noised_batch in enumerate(batch.noised_batches):
         noised_batch, weighed = noised_batch.to(settings.device), weighed_losses[index] if weighed_losses else None
+        own_batch = noised_batch
+        if context.size > 1:
+            own_batch = split_batch(noised_batch.on_host or noised_batch, context).to(settings.device)
         if weighed is None:
-            loss_inputs = settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator)
+            loss_inputs = settings.objective.build_loss_inputs(own_batch, batch.loss_denominator)
         else:
             loss_inputs = weighed.loss_inputs
         with ExitStack() as contexts:
@@ -178,14 +182,15 @@ def backward_micro_batches(
                 contexts.enter_context(perturb(batch.step, noised_batch))
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
-                    noised_batch.inputs_BS,
-                    pattern=noised_batch.pattern,
-                    output_positions=noised_batch.positions_N,
+                    own_batch.inputs_BS,
+                    pattern=own_batch.pattern,
+                    output_positions=own_batch.positions_N,
                     loss_inputs=replace(loss_inputs, load_balancing_weight=load_balancing_weight),
                 )
             with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
-        monitor.add_micro_batch(noised_batch, output.nll_N)
+        nll_N = output.nll_N if context.size == 1 else gather_losses(output.nll_N.detach(), noised_batch, context)
+        monitor.add_micro_batch(noised_batch, nll_N)
         if weighed is not None and weighed.preferences is not None:
             monitor.add_preferences(weighed.preferences)
         if weighed is not None and weighed.observe is not None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from config.load import ConfigError
 from config.train import TrainConfig
 from diffusionlm.training import loop
-from tests.distributed.test_training_ranks import ADAMW, ADAPTER, DDP, MUON, check_equal, stopping_after, train_on
+from tests.distributed.test_training_ranks import ADAMW, DDP, check_equal, train_on
 from tests.tiny_run import change_config
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "qk_norm": True}
