@@ -234,6 +234,8 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
     if ranks > 1:
         lines.append(("ranks", f"{ranks}; memory and traffic are those of each"))
         lines.append(("sent per step", _format_bytes(estimate.bytes_sent)))
+        if estimate.model_bytes_sent:
+            lines.append(("sent for the mesh", _format_bytes(estimate.model_bytes_sent)))
         lines.append((f"on {REFERENCE_GPU}", f"at least {estimate.step_seconds_bound:.3g} s per step"))
     lines += [
         ("memory, weights", _format_bytes(estimate.bytes_weights)),

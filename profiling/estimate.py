@@ -10,7 +10,7 @@ from config.finetune.preference import PreferenceConfig
 from config.model import Architecture
 from config.train import TrainConfig
 from config.training.objective import NextTokenConfig
-from config.training.parallel import DDP, FSDP
+from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from profiling.adapter_size import measure_adapter
 from profiling.flops import (
     PEAK_FLOPS,
@@ -20,13 +20,12 @@ from profiling.flops import (
     feed_forward_width,
     flops_per_token,
 )
+from profiling.mesh_estimate import MACHINE_BANDWIDTH, MeshCost, bandwidth, estimate_mesh, ring_bytes
 
 CheckpointingMode = Literal["none", "selective", "full"]
 """Values of `runtime.activation_checkpointing`."""
 
 REFERENCE_GPU = "NVIDIA H200"
-REFERENCE_BANDWIDTH = 450e9
-"""Bytes per second that one of these sends to the others of its machine (NVLink 4)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,12 @@ class ResourceEstimate:
     ranks: int = 1
     bytes_sent: int = 0
     """Bytes that a rank sends in a step: those of a ring, the minimum of any algorithm."""
+    model_bytes_sent: int = 0
+    """The same of the collectives of a model that is divided over a mesh."""
+    model_seconds: float = 0.0
+    """Least time of these collectives."""
+    data_bandwidth: float = MACHINE_BANDWIDTH
+    """Bytes per second of gradients and weights."""
 
     @property
     def bytes_total(self) -> int:
@@ -63,9 +68,10 @@ class ResourceEstimate:
 
     @property
     def step_seconds_bound(self) -> float:
-        """The least time of a step on GPUs of the kind `REFERENCE_GPU`: products at the peak, or traffic."""
-        flops = self.flops_per_token * self.tokens_per_step / self.ranks
-        return max(flops / PEAK_FLOPS[REFERENCE_GPU], self.bytes_sent / REFERENCE_BANDWIDTH)
+        """The least time of a step on GPUs of the kind `REFERENCE_GPU`: products at the peak and the collectives of
+        the model, or the traffic of gradients and weights."""
+        seconds = self.flops_per_token * self.tokens_per_step / self.ranks / PEAK_FLOPS[REFERENCE_GPU]
+        return max(seconds + self.model_seconds, self.bytes_sent / self.data_bandwidth)
 
 
 def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
@@ -75,12 +81,17 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         ValueError: `training.batch_size` is not a multiple of ``ranks``.
     """
     training, model, vocab_size = config.training, config.model, config.tokenizer.vocab_size
-    rows = config.sequences_per_rank(ranks)
+    parallel = config.parallel
+    tensor, context = 1, 1
+    if ranks > 1 and isinstance(parallel, MultiProcessOptions):
+        parallel.check_ranks(ranks)
+        tensor, context = parallel.tensor, parallel.context
+    rows = config.sequences_per_rank(ranks // (tensor * context))
     micro_batch_size = training.micro_batch_size or rows
     tokens_per_step = training.batch_size * config.row_length
     streams = 2 if _attention_kind(config)[0] == "block_diffusion" else 1
     parameters, tables = count_parameters(model, vocab_size)
-    width = _activation_width(model, config.row_length, config.runtime.activation_checkpointing)
+    width = _activation_width(model, config.row_length, config.runtime.activation_checkpointing, tensor)
     estimate = ResourceEstimate(
         parameters=parameters,
         active_parameters=parameters - count_idle_parameters(model),
@@ -92,48 +103,57 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         bytes_weights=4 * parameters,
         bytes_gradients=4 * parameters,
         bytes_optimizer=round(4 * _optimizer_floats(config) * parameters),
-        bytes_activations=4 * micro_batch_size * config.row_length * streams * width,
+        bytes_activations=round(4 * micro_batch_size * config.row_length * streams * width / context),
     )
     if config.rl is not None or isinstance(config.objective, PreferenceConfig):
         estimate = _add_reference(estimate, config)
     if config.lora is not None:
         estimate = _freeze_base(estimate, config, config.lora)
-    return estimate if ranks == 1 else _divide(estimate, config, ranks, micro_batches=rows // micro_batch_size)
+    if ranks == 1:
+        return estimate
+    cost = estimate_mesh(config, rows * config.row_length * streams, 4 if training.precision == "float32" else 2)
+    return _divide(estimate, config, ranks, rows // micro_batch_size, cost)
 
 
-def _divide(estimate: ResourceEstimate, config: TrainConfig, ranks: int, micro_batches: int) -> ResourceEstimate:
+def _divide(
+    estimate: ResourceEstimate, config: TrainConfig, ranks: int, micro_batches: int, cost: MeshCost
+) -> ResourceEstimate:
     """Divide the state of a run among its ranks.
 
     ``ddp`` with sharded optimizer: a rank has its part of weights and gradients once more, which the optimizer works
     on. ``fsdp``: two blocks are gathered in bfloat16, that which runs and the next one, with the gradients of one;
     embedding and head in float32, with their gradients. Gradients travel in float32, once a step; with fsdp for each
     micro-batch, and the weights of blocks in bfloat16 for each forward and, where they are dropped between, each
-    backward.
+    backward. Divided experts belong to no strategy: their gradients are all-reduced, and their state is whole.
     """
-    parallel, share = config.parallel, (ranks - 1) / ranks
+    parallel = config.parallel
+    tensor, expert = (parallel.tensor, parallel.expert) if isinstance(parallel, MultiProcessOptions) else (1, 1)
+    replicas, dense = ranks // tensor, cost.dense_share
+    part, rest = dense / replicas, 1.0 - dense
+    sent_for_experts = ring_bytes(ranks // (tensor * expert), 2 * rest * cost.share * estimate.bytes_gradients)
+    weights, gradients, optimizer = (
+        cost.share * values for values in (estimate.bytes_weights, estimate.bytes_gradients, estimate.bytes_optimizer)
+    )
+    gathered, sent, kept = 0.0, 2 * dense * gradients, part + rest
     if isinstance(parallel, FSDP):
-        layers = config.model.num_hidden_layers
-        block = (estimate.parameters - estimate.embedding_parameters) / layers
-        gathered_blocks = 2 if parallel.reshard_after_forward else layers
-        gathered = 2 * block * (gathered_blocks + 1) + 8 * estimate.embedding_parameters
+        layers, tables = config.model.num_hidden_layers, estimate.embedding_parameters / tensor
+        block = (cost.share * dense * estimate.parameters - tables) / layers
         gathers = 2 * micro_batches if parallel.reshard_after_forward else 1
-        sent = estimate.bytes_gradients * micro_batches + 2 * block * layers * gathers
-        return replace(
-            estimate,
-            ranks=ranks,
-            bytes_weights=round(estimate.bytes_weights / ranks + gathered),
-            bytes_gradients=round(estimate.bytes_gradients / ranks),
-            bytes_optimizer=round(estimate.bytes_optimizer / ranks),
-            bytes_sent=round(share * (sent + 4 * estimate.embedding_parameters)),
-        )
-    estimate = replace(estimate, ranks=ranks, bytes_sent=round(2 * share * estimate.bytes_gradients))
-    if not (isinstance(parallel, DDP) and parallel.shard_optimizer):
-        return estimate
+        gathered = 2 * block * ((2 if parallel.reshard_after_forward else layers) + 1) + 8 * tables
+        sent = dense * gradients * micro_batches + 2 * block * layers * gathers + 4 * tables
+        weights, gradients, optimizer = weights * kept + gathered, gradients * kept, optimizer * kept
+    elif isinstance(parallel, DDP) and parallel.shard_optimizer:
+        weights, gradients, optimizer = weights + gradients * part, gradients * (1.0 + part), optimizer * kept
     return replace(
         estimate,
-        bytes_weights=round(estimate.bytes_weights + estimate.bytes_gradients / ranks),
-        bytes_gradients=round(estimate.bytes_gradients * (1 + 1 / ranks)),
-        bytes_optimizer=round(estimate.bytes_optimizer / ranks),
+        ranks=ranks,
+        bytes_weights=round(weights),
+        bytes_gradients=round(gradients),
+        bytes_optimizer=round(optimizer),
+        bytes_sent=round(ring_bytes(replicas, sent) + sent_for_experts),
+        model_bytes_sent=round(cost.bytes_sent),
+        model_seconds=cost.seconds_sent,
+        data_bandwidth=bandwidth(ranks),
     )
 
 
@@ -219,12 +239,16 @@ def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
     return "block_diffusion", length
 
 
-def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:
-    """Estimate the values that one position keeps for the backward."""
+def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode, tensor: int) -> float:
+    """Estimate the values that one position keeps for the backward on each of ``tensor`` ranks, which divide heads and
+    inner widths."""
     widths = [feed_forward_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
-    all_values = [10 * model.hidden_size + 5 * width + model.num_attention_heads * row_length for width in widths]
+    all_values = [
+        6 * model.hidden_size + (4 * model.hidden_size + 5 * width + model.num_attention_heads * row_length) / tensor
+        for width in widths
+    ]
     if checkpointing == "none":
         return sum(all_values)
-    projections = [0 if checkpointing == "full" else 6 * model.hidden_size + 2 * width for width in widths]
+    projections = [0.0 if checkpointing == "full" else (6 * model.hidden_size + 2 * width) / tensor for width in widths]
     # The input of each block is always kept, and one block at a time is recomputed as a whole.
     return sum(projections) + len(widths) * model.hidden_size + max(all_values)

@@ -1,0 +1,67 @@
+"""Search the mesh with the least estimated time of a step on H200s. No torch.
+
+python -m profiling.mesh_search --config FILE.toml --ranks 8,64
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+
+from config.load import load_config
+from config.train import TrainConfig
+from config.training.parallel import DDP, FSDP, MultiProcessOptions
+from files.terminal_text import print_message
+from profiling.estimate import estimate_run
+
+MEMORY_LIMIT = 0.9 * 141e9
+"""Bytes of an H200 that a run may be estimated to need."""
+
+
+def list_meshes(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
+    """The configs with every mesh that divides the ranks, the model and the batch, by ddp and fsdp."""
+    model, powers = config.model, [2**power for power in range(ranks.bit_length())]
+    strategies = DDP(shard_optimizer=True), FSDP()
+    for base, tensor, context, expert in itertools.product(strategies, powers[:4], powers, powers):
+        size = tensor * context * expert
+        has_experts = expert == 1 or (model.num_experts > 0 and model.num_experts % expert == 0)
+        if ranks % size or model.num_attention_heads % tensor or not has_experts:
+            continue
+        if config.row_length % (2 * context) or config.training.batch_size % (ranks // (tensor * context)):
+            continue
+        parallel = base.model_copy(update={"tensor": tensor, "context": context, "expert": expert})
+        training = config.training.model_copy(update={"micro_batch_size": 1})
+        yield config.model_copy(update={"parallel": parallel, "training": training})
+
+
+def search(config: TrainConfig, ranks: int) -> list[list[str]]:
+    """Rows of the fastest meshes that fit: strategy, tensor, context, expert, GB, GB sent, seconds of a step."""
+    found = []
+    for candidate in list_meshes(config, ranks):
+        estimate, parallel = estimate_run(candidate, ranks), candidate.parallel
+        assert isinstance(parallel, MultiProcessOptions)
+        if estimate.bytes_total <= MEMORY_LIMIT:
+            sizes = [str(size) for size in (parallel.tensor, parallel.context, parallel.expert)]
+            cells = [f"{estimate.bytes_total / 1e9:.0f}", f"{estimate.bytes_sent / 1e9:.1f}"]
+            found.append((estimate.step_seconds_bound, [str(ranks), parallel.strategy, *sizes, *cells]))
+    found.sort(key=lambda item: item[0])
+    return [[*cells, f"{seconds:.3g}"] for seconds, cells in found[:3]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the three fastest meshes for each number of ranks."""
+    parser = argparse.ArgumentParser(description="Search the mesh with the least estimated time of a step.")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], help="override a value of the config")
+    parser.add_argument("--ranks", default="8", help="numbers of ranks, separated by commas")
+    options = parser.parse_args(argv)
+    config = load_config(TrainConfig, options.config, options.set)
+    print_message("| ranks | strategy | tensor | context | expert | GB | GB sent | seconds |")
+    for ranks in map(int, options.ranks.split(",")):
+        for row in search(config, ranks) or [[str(ranks), *["-"] * 6, "none fits"]]:
+            print_message("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()
