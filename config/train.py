@@ -330,7 +330,9 @@ class TrainConfig(Section):
             "objective.mask_noise_steps": is_split and bool(has_mask_noise),
             "lora.dropout": (is_split or is_matrix) and self.lora is not None and self.lora.dropout > 0.0,
             f'optimizer.kind = "{self.optimizer.kind}"': is_matrix and self.optimizer.is_quantized,
-            'optimizer.kind = "muon" and parallel.strategy = "fsdp"': is_muon and isinstance(parallel, FSDP),
+            'optimizer.kind = "muon" and parallel.strategy = "fsdp"': is_muon
+            and isinstance(parallel, FSDP)
+            and (is_matrix or parallel.expert > 1),
             'runtime.compile = "blocks"': self.runtime.compile == "blocks",
         }
         conflict = next((key for key, is_set in conflicts.items() if is_set), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from config.load import load_config
 from config.train import TrainConfig
@@ -52,7 +53,7 @@ def search(config: TrainConfig, ranks: int) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the three fastest meshes for each number of ranks."""
     parser = argparse.ArgumentParser(description="Search the mesh with the least estimated time of a step.")
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], help="override a value of the config")
     parser.add_argument("--ranks", default="8", help="numbers of ranks, separated by commas")
     options = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -178,7 +179,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     spec = build_loader_spec(config, tokenizer, state.model, world)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
-    log_once(_describe_run(state.model, settings, world))
+    log_once(_describe_run(state, settings, world))
     reason = find_nelbo_deviation(config.objective)
     if reason is not None:
         log_once(f"the training loss is no estimate of the NELBO: {reason}. Validation always is")
@@ -339,9 +340,15 @@ def _count_epoch_steps(config: TrainConfig, spec: LoaderSpec, components: list[M
     return max(1, config.training.epochs * count_rows(spec.open(components).rows) // spec.batch_size)
 
 
-def _describe_run(model: Transformer, settings: StepSettings, world: World) -> str:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def _describe_run(state: TrainState, settings: StepSettings, world: World) -> str:
+    def any_expert(name: str) -> str:
+        """The name for all experts of a layer: those of other ranks are trained or frozen like the own ones."""
+        return re.sub(r"\.experts\.\d+\.", ".experts.", name)
+
+    shapes = state.parallel.whole_shapes
+    frozen = {any_expert(name) for name, value in state.model.named_parameters() if not value.requires_grad}
+    num_parameters = sum(shape.numel() for shape in shapes.values())
+    num_trained = sum(shape.numel() for name, shape in shapes.items() if any_expert(name) not in frozen)
     trained = "" if num_trained == num_parameters else f", {num_trained:,} trained ({num_trained / num_parameters:.2%})"
     ranks = "" if world.is_single_process else f", {world.size} ranks"
     precision = str(settings.precision).removeprefix("torch.")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from config.train import TrainConfig
+from ddp.process_group import World
 from diffusionlm.training import loop
-from tests.distributed.test_training_ranks import ADAMW, DDP, check_equal, train_on
+from diffusionlm.training.metrics import StepMetrics
+from diffusionlm.training.step import StepBatch, TrainState
+from tests.distributed.forked import end_ranks
+from tests.distributed.test_training_ranks import (
+    ADAMW,
+    ADAPTER,
+    DDP,
+    MUON,
+    REPLACEABLE,
+    check_equal,
+    stopping_after,
+    train_on,
+    training,
+)
 from tests.tiny_run import change_config
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "qk_norm": True}
@@ -68,3 +84,90 @@ def test_a_mesh_trains_as_one_process(name: str, config: TrainConfig, tmp_path: 
     many = configure(config, tmp_path / "many", model=model, objective=objective, parallel=parallel)
     assert train_on(many, tmp_path, world_size) == [4] * world_size
     check_equal(many, one, 2e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_any_mesh_resumes_on_any_other(config: TrainConfig, tmp_path: Path) -> None:
+    """Averages, moments, weights: each mesh goes on where the last one stopped."""
+    whole = configure(config, tmp_path / "whole", model=MOE, training={"max_steps": 6})
+    loop.train(whole)
+    parts: list[tuple[int, dict[str, Any]]] = [
+        (2, DDP | {"expert": 2}),
+        (4, FSDP | {"tensor": 2}),
+        (1, {"strategy": "single"}),
+        (4, DDP | {"tensor": 2, "expert": 2}),
+        (4, FSDP | {"expert": 2}),
+        (2, DDP | {"context": 2}),
+    ]
+    for step, (world_size, parallel) in enumerate(parts, start=1):
+        part = configure(config, tmp_path / "part", model=MOE, training={"max_steps": 6}, parallel=parallel)
+        with stopping_after(step) if step < 6 else contextlib.nullcontext():
+            train_on(part, tmp_path, world_size)
+    check_equal(part, whole, 2e-5)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_dies_resumes_on_another_mesh(config: TrainConfig, tmp_path: Path) -> None:
+    whole = configure(config, tmp_path / "whole", training={"max_steps": 6})
+    loop.train(whole)
+    broken = configure(config, tmp_path / "broken", training={"max_steps": 6}, parallel=DDP | {"tensor": 2})
+
+    def act(world: World) -> int:
+        original = loop.train_step
+
+        def train_step(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
+            if batch.step == 4 and world.rank == 1:
+                os._exit(9)  # the other rank waits for it in the forward
+            return original(state, loader, batch, *args)
+
+        REPLACEABLE.train_step = train_step
+        return training(broken)(world)
+
+    assert [ending.exit_code for ending in end_ranks(act, tmp_path)] == [1, 9]
+    rest = configure(config, tmp_path / "broken", training={"max_steps": 6}, parallel=DDP | {"context": 2})
+    train_on(rest, tmp_path)
+    check_equal(rest, whole, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "shard_optimizer": False}])
+def test_muon_updates_whole_matrices(mesh: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
+    one = configure(config, tmp_path / "one", optimizer=MUON)
+    loop.train(one)
+    many = configure(config, tmp_path / "many", optimizer=MUON, parallel=DDP | mesh)
+    train_on(many, tmp_path, 4 if "shard_optimizer" not in mesh else 2)
+    check_equal(many, one, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"expert": 2}])
+def test_a_mesh_trains_an_adapter_as_one_process(mesh: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
+    loop.train(configure(config, tmp_path / "base", model=MOE, training={"max_steps": 2}))
+    sections: dict[str, Any] = {
+        "model": MOE | {"init_from": str(tmp_path / "base")},
+        "lora": {"rank": 3},
+        "training": {"max_steps": 3},
+    }
+    one = configure(config, tmp_path / "one", **sections)
+    loop.train(one)
+    many = configure(config, tmp_path / "many", **sections, parallel=DDP | mesh)
+    train_on(many, tmp_path)
+    check_equal(many, one, 2e-5, ADAPTER)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": DDP | {"context": 2}, "training": {"neftune_alpha": 5.0}},
+            "do not combine with training.neftune",
+        ),
+        ({"parallel": FSDP | {"tensor": 2}, "optimizer": MUON}, 'optimizer.kind = "muon" and parallel.strategy'),
+        ({"parallel": DDP | {"context": 3}}, "multiple of 2"),
+    ],
+)
+def test_what_does_not_combine_is_refused(
+    sections: dict[str, Any], message: str, config: TrainConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(config, tmp_path / "run", **sections)
