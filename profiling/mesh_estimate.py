@@ -57,11 +57,11 @@ def estimate_mesh(config: TrainConfig, positions: int, itemsize: int) -> MeshCos
     own_positions = positions / context
     rows = own_positions * model.hidden_size * itemsize
     kv_bytes = positions * 2 * model.num_key_value_heads * model.head_dim * itemsize / tensor
-    sent = {
-        tensor: ring_bytes(tensor, 2 * rows) * (4 * layers + 2),
-        tensor * context: ring_bytes(context, kv_bytes) * 2 * layers,
-        tensor * context * expert: ring_bytes(expert, rows * model.num_experts_per_tok) * 4 * num_sparse,
-    }
-    seconds = sum(num_bytes / bandwidth(span) for span, num_bytes in sent.items())
+    sent = [
+        (tensor, ring_bytes(tensor, 2 * rows) * (4 * layers + 2)),
+        (tensor * context, ring_bytes(context, kv_bytes) * 2 * layers),
+        (tensor * context * expert, ring_bytes(expert, rows * model.num_experts_per_tok) * 4 * num_sparse),
+    ]
+    seconds = sum(num_bytes / bandwidth(span) for span, num_bytes in sent)
     own = own_dense + own_experts
-    return MeshCost(own / parameters, own_dense / own, sum(sent.values()), seconds)
+    return MeshCost(own / parameters, own_dense / own, sum(num_bytes for _, num_bytes in sent), seconds)

@@ -1,6 +1,7 @@
 """Search the mesh with the least estimated time of a step on H200s. No torch.
 
-python -m profiling.mesh_search --config FILE.toml --ranks 8,64
+python -m profiling.mesh_search --shape 8b --ranks 8,64
+python -m profiling.mesh_search --config FILE.toml --ranks 8
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from config.load import load_config
 from config.train import TrainConfig
@@ -18,6 +20,39 @@ from profiling.estimate import estimate_run
 
 MEMORY_LIMIT = 0.9 * 141e9
 """Bytes of an H200 that a run may be estimated to need."""
+
+
+def _shape(layers: int, hidden: int, kv_heads: int, inner: int, **experts: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": 32,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "qk_norm": True,
+        **experts,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": _shape(36, 4096, 8, 12288),
+    "sdar-30b-a3b": _shape(48, 2048, 4, 6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+    "llada2-flash": _shape(32, 4096, 4, 9216, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=1024),
+}
+"""Models: Qwen3-8B; SDAR-30B-A3B; LLaDA2-flash without its shared expert and its dense layer."""
+RUN: dict[str, Any] = {
+    "run": {"directory": "unused"},
+    "data": {"source": "python-stdlib", "row_length": 4096},
+    "tokenizer": {"vocab_size": 151_936},
+    "objective": {"kind": "block_diffusion", "block_length": 4},
+    "training": {"batch_size": 1024, "max_steps": 1000, "precision": "bfloat16"},
+    "optimizer": {"kind": "adamw", "learning_rate": 1e-4},
+    "runtime": {"activation_checkpointing": "full"},
+}
+"""The run of a shape: 4 M tokens in a step, two streams, all activations recomputed."""
 
 
 def list_meshes(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
@@ -53,11 +88,14 @@ def search(config: TrainConfig, ranks: int) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the three fastest meshes for each number of ranks."""
     parser = argparse.ArgumentParser(description="Search the mesh with the least estimated time of a step.")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], help="override a value of the config")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="a model without a config")
+    parser.add_argument("--config", type=Path, help="a run, in place of a shape")
     parser.add_argument("--ranks", default="8", help="numbers of ranks, separated by commas")
     options = parser.parse_args(argv)
-    config = load_config(TrainConfig, options.config, options.set)
+    if options.config is None:
+        config = TrainConfig.model_validate(RUN | {"model": SHAPES[options.shape]})
+    else:
+        config = load_config(TrainConfig, options.config)
     print_message("| ranks | strategy | tensor | context | expert | GB | GB sent | seconds |")
     for ranks in map(int, options.ranks.split(",")):
         for row in search(config, ranks) or [[str(ranks), *["-"] * 6, "none fits"]]:
