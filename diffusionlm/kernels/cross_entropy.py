@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from diffusionlm.kernels.chunked_loss import compute_loss_compiled, compute_loss_in_chunks
-from diffusionlm.kernels.loss_types import HeadRows, LossBackend, LossInputs, LossOptions, LossOutput
+from diffusionlm.kernels.loss_types import HeadRows, LossBackend, LossInputs, LossOptions, LossOutput, VocabularyShard
 from diffusionlm.kernels.precision import compute_dtype
 
 __all__ = ["LossBackend", "LossInputs", "LossOutput", "linear_cross_entropy"]
@@ -26,6 +26,7 @@ def linear_cross_entropy(
     *,
     backend: LossBackend = "auto",
     head_rows: HeadRows | None = None,
+    shard: VocabularyShard | None = None,
 ) -> LossOutput:
     """Cross-entropy of ``loss_inputs.targets_N`` under the logits ``hidden_ND @ head_VD.T``.
 
@@ -44,10 +45,14 @@ def linear_cross_entropy(
         softcap: bound of the logits. None: no cap.
         head_rows: trained rows that replace some of a frozen head. None: the head is used, and trained, as it is.
         backend: implementation of loss and gradient of the logits. auto: Triton on CUDA if it is installed, else eager.
+        shard: ``head_VD`` has the rows of these tokens. All ranks call this with the same positions; their results are
+            equal, but the gradient of the hidden states is this rank's part of a sum. None: the head has all rows.
 
     Raises:
-        ValueError: the backend does not exist or cannot run here.
+        ValueError: the backend does not exist or cannot run here, or it has no form for a shard.
     """
+    if shard is not None:
+        backend = _select_shard_backend(backend, head_rows)
     # Read here: inside a Function grad mode is always off.
     is_enabled, is_compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if head_rows is not None and is_compiling:
@@ -61,22 +66,26 @@ def linear_cross_entropy(
         softcap,
         compute_dtype(hidden_ND),
         backend,
+        shard,
     )
-    arguments = (
-        hidden_ND,
-        head_VD,
-        loss_inputs.targets_N,
-        loss_inputs.weights_N,
-        options,
-        needs_hidden_grad,
-        needs_head_grad,
-    )
+    targets_N, weights_N = loss_inputs.targets_N, loss_inputs.weights_N
+    arguments = (hidden_ND, head_VD, targets_N, weights_N, options, needs_hidden_grad, needs_head_grad)
     loss_sum, nll_N, grad_hidden_ND, grad_head = (
         compute_loss_compiled(*arguments) if is_compiling else compute_loss_in_chunks(*arguments, head_rows)
     )
     if needs_hidden_grad or needs_head_grad:
         loss_sum = _PrecomputedGradients.apply(hidden_ND, trained, loss_sum, grad_hidden_ND, grad_head)
     return LossOutput(loss_sum, nll_N)
+
+
+def _select_shard_backend(backend: LossBackend, head_rows: HeadRows | None) -> LossBackend:
+    if head_rows is not None:
+        raise ValueError("a head that is divided over ranks has no trained rows: train all of it, or none")
+    if torch.compiler.is_compiling():
+        raise ValueError("the loss of a head that is divided over ranks is not compiled: compile the blocks only")
+    if backend == "triton":
+        raise ValueError('cross-entropy backend "triton" needs a head with all rows: choose "eager" or "auto"')
+    return "eager"
 
 
 def _is_last_backward() -> bool:

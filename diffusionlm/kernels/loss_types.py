@@ -5,6 +5,7 @@ Shapes: N positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +49,35 @@ class HeadRows:
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of an embedding or a head that this rank has: those of consecutive tokens, and zeros behind them.
+
+    All ranks have equally many rows.
+    """
+
+    first_token: int
+    num_tokens: int
+    """Rows of tokens; those behind them are padding."""
+    vocab_size: int
+    """Tokens of all ranks."""
+    all_reduce_max: Callable[[Tensor], object]
+    """Replaces a tensor by its maximum over the ranks, in place."""
+    all_reduce_sum: Callable[[Tensor], object]
+    """Replaces a tensor by its sum over the ranks, in place."""
+
+    def find_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's row of each token, and whether it has one.
+
+        A token of another rank gets row 0. One outside the vocabulary gets row -1 on all ranks, so that each of them
+        raises an error.
+        """
+        rows = tokens - self.first_token
+        is_own = (rows >= 0) & (rows < self.num_tokens)
+        is_valid = (tokens >= 0) & (tokens < self.vocab_size)
+        return torch.where(is_own, rows, is_valid.long() - 1), is_own
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """Result of a forward with `LossInputs`: sums, never means."""
 
@@ -77,6 +107,16 @@ class LossOptions:
     dtype: torch.dtype
     """Dtype of the matrix products."""
     backend: LossBackend
+    shard: VocabularyShard | None = None
+    """Rows of the head. None: all."""
+
+    @property
+    def excluded_row(self) -> int | None:
+        """Row of the excluded token in the head. None: there is none, or another rank has it."""
+        if self.shard is None or self.excluded_token is None:
+            return self.excluded_token
+        row = self.excluded_token - self.shard.first_token
+        return row if 0 <= row < self.shard.num_tokens else None
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -88,8 +128,13 @@ class LossOptions:
         """True if the loss is the negative log-likelihood itself."""
         return self.label_smoothing == self.z_loss == 0.0
 
-    def smoothing_per_token(self, vocab_size: int) -> float:
+    def num_smoothed_tokens(self, num_rows: int) -> int:
+        """Tokens that share the smoothed probability, of a head with so many rows on this rank."""
+        vocab_size = num_rows if self.shard is None else self.shard.vocab_size
+        return vocab_size - (self.excluded_token is not None)
+
+    def smoothing_per_token(self, num_rows: int) -> float:
         """Target probability that label smoothing gives each token but the excluded one."""
         if self.label_smoothing == 0.0:
             return 0.0
-        return self.label_smoothing / (vocab_size - (self.excluded_token is not None))
+        return self.label_smoothing / self.num_smoothed_tokens(num_rows)
