@@ -285,7 +285,8 @@ def take_graphs(
         return graphs
     del graphs  # its memory is free for the new cache
     weight = model.lm_head.weight
-    cache = PagedCache(model.config, num_pages + 1, page_size, weight.device, compute_dtype(weight))
+    dtype, num_heads = compute_dtype(weight), model.num_key_value_heads
+    cache = PagedCache(model.config, num_pages + 1, page_size, weight.device, dtype, num_heads)
     return GraphedForward(model, cache, make_pool)
 
 

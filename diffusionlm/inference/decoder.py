@@ -82,7 +82,8 @@ class Decoder:
             self._graphed_forward = take_graphs(self._model, num_pages, page_size, make_pool)
             self.cache = self._graphed_forward.cache
         elif num_pages:
-            self.cache = PagedCache(model.config, num_pages, page_size, weight.device, compute_dtype(weight))
+            dtype, num_heads = compute_dtype(weight), model.num_key_value_heads
+            self.cache = PagedCache(model.config, num_pages, page_size, weight.device, dtype, num_heads)
         build_runner = FixedShapeRunner if deterministic else ModelRunner
         model = prepare_for_tiles(model) if deterministic else model
         self.runner = build_runner(model, self.cache, self._graphed_forward)

@@ -23,13 +23,20 @@ class PagedCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        num_key_value_heads: int | None = None,
     ) -> None:
         """Allocate all storage, filled with zeros.
 
         Args:
             page_size: positions of a page.
             dtype: dtype of the model's keys: that of its weights, or of autocast.
+            num_key_value_heads: of this rank. None: those of the config.
 
         Raises:
             ValueError: no page, or a page without a position.
@@ -39,7 +46,7 @@ class PagedCache:
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         # The keys of a head are contiguous, as the products of attention read them. Zeros: a hidden key has weight 0,
         # and 0 times uninitialized memory may be NaN.
-        shape = (config.num_key_value_heads, num_pages * page_size, config.head_dim)
+        shape = (num_key_value_heads or config.num_key_value_heads, num_pages * page_size, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys_KTH = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         """Keys of each layer, after the rotary embedding."""

@@ -224,8 +224,10 @@ class RowAdaptedModel:
     def __init__(self, model: Transformer) -> None:
         """
         Raises:
-            ValueError: the model has an adapter itself.
+            ValueError: the model has an adapter itself, or is divided over ranks.
         """
+        if model.vocabulary_shard is not None:
+            raise ValueError("adapters of requests need all weights of the model, and it is divided over ranks")
         if any(adapter_modules(model)):
             raise ValueError(
                 "the model has an adapter already, which all requests would have: load the model without it"

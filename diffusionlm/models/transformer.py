@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
+from diffusionlm.kernels.loss_types import VocabularyShard
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import Attention, PreparedAttention, PreparedBatch
 from diffusionlm.models.attention_backends import prepare_attention
@@ -104,6 +105,10 @@ class Transformer(nn.Module):
         """Whether all ranks take part in each forward, so that none may repeat one alone."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums a tensor over ranks with different positions, for the load-balancing loss of all of them."""
+        self.vocabulary_shard: VocabularyShard | None = None
+        """Rows of the head on this rank. None: all."""
+        self.keeps_vocabulary_shards = False
+        """Return this rank's columns of the logits, -inf for padding, instead of gathering those of all ranks."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -190,11 +195,18 @@ class Transformer(nn.Module):
             return logits if softcap is None else soft_cap(logits, softcap)
         head_rows = self.lm_head.head_rows()
         head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
-        output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows)
+        output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows, shard=self.vocabulary_shard)
         if log is None or not log.routings:
             return output
         load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)
         return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key-value heads of a layer on this rank."""
+        block = self.model.layers[0]
+        assert isinstance(block, Block)
+        return block.self_attn.k_proj.out_features // self.config.head_dim
 
     def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary tables of a forward, in the dtype of the queries."""

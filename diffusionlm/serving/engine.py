@@ -362,7 +362,7 @@ def _size_cache(model: Transformer, limits: EngineLimits) -> tuple[int, EngineLi
     config, itemsize = model.config, compute_dtype(model.lm_head.weight).itemsize
     block_length = config.block_length or 1
     page_size = limits.page_size or -(-PAGE_SIZE // block_length) * block_length
-    page_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * page_size
+    page_bytes = 2 * config.num_hidden_layers * model.num_key_value_heads * config.head_dim * itemsize * page_size
     num_pages = limits.cache_memory // page_bytes
     if num_pages < 1:
         raise ValueError(
