@@ -17,7 +17,7 @@ from config.training.parallel import FSDP
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.buckets import ParameterUnit
 from ddp.gradient_reducer import scale_to_norm
-from ddp.mesh import Shard
+from ddp.mesh import Axis, Shard
 from ddp.process_group import World
 from ddp.replicas import check_names
 
@@ -133,9 +133,8 @@ class FullySharded:
 
     @property
     def row_exchange(self) -> AllToAllRows:
-        return AllToAllRows(
-            {rows: self.whole_shapes[name] for name, rows in self._local_parameters.items()}, self.world
-        )
+        ranks = Axis(self.world.size, self.world.rank, self.world.group)
+        return AllToAllRows({rows: self.whole_shapes[name] for name, rows in self._local_parameters.items()}, ranks)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's rows of every parameter that requires gradients; a parameter may have none here."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
@@ -16,6 +17,7 @@ from config.training.parallel import FSDP
 from ddp import fully_sharded
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
+from ddp.mesh import Axis
 from ddp.process_group import World
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
@@ -251,7 +253,8 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
     def act(world: World) -> list[list[float]]:
         ranges = [row_range_of_rank(len(whole), world.size, world.rank) for whole in wholes]
         parts = [nn.Parameter(whole[first:end].clone()) for whole, (first, end) in zip(wholes, ranges, strict=True)]
-        row_exchange = AllToAllRows(dict(zip(parts, (whole.shape for whole in wholes), strict=True)), world)
+        ranks = Axis(world.size, world.rank, dist.group.WORLD)
+        row_exchange = AllToAllRows(dict(zip(parts, (whole.shape for whole in wholes), strict=True)), ranks)
         matrices_of_rank: list[Tensor] = []
 
         def reverse(matrices: list[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.finetune.lora import LoraConfig
+from ddp.all_to_all_rows import TensorMatrixExchange
 from ddp.mesh import Axis, Shard
 from ddp.process_group import World
 from ddp.tensor_parallel import apply_tensor_parallel
@@ -26,6 +27,7 @@ from diffusionlm.models.lora import add_adapter, find_dropout, keep_start
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.row_adapters import RowAdaptedModel
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.muon import Muon
 from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
 from tests.conftest import MakeConfig, MakeModel
 from tests.decoding_jobs import BLOCKS, limit_decoder, make_jobs, run_all
@@ -505,3 +507,63 @@ def test_kept_and_quantized_adapters_are_refused(tiny_model: MakeModel) -> None:
     projection.quantized = object()
     with pytest.raises(ValueError, match=r'lora\.base = "nf4", model\.layers\.0\.mlp\.up_proj'):
         apply_tensor_parallel(model, Axis(2))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_exchange_applies_a_function_to_whole_matrices(
+    world_size: int, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    """Those that are divided by rows, columns or the vocabulary, that several ranks have, or that all have."""
+
+    def act(world: World) -> int:
+        model = tiny_model(tie_word_embeddings=False, **MIXTURE)
+        whole = {name: value.detach() for name, value in model.named_parameters() if value.dim() == 2}
+        shards = apply_tensor_parallel(model, axis_of(world))
+        matrices = [(name, value) for name, value in model.named_parameters() if value.dim() == 2]
+        exchange = TensorMatrixExchange({value: shards[name] for name, value in matrices}, axis_of(world))
+        computed: list[torch.Size] = []
+
+        def reverse(values: list[Tensor]) -> list[Tensor]:
+            computed.extend(value.shape for value in values)
+            return [value.flip(0, 1) for value in values]
+
+        results = exchange([value for _, value in matrices], [value.detach() for _, value in matrices], reverse)
+        for (name, value), result in zip(matrices, results, strict=True):
+            assert torch.equal(result, pad(shards[name].select(whole[name].flip(0, 1)), value.shape)), name
+            assert exchange.shapes[value] == whole[name].shape
+        routers = [shape for shape in computed if shape == (3, HIDDEN)]
+        assert len(routers) == LAYERS
+        return len(computed) - len(routers)
+
+    counts = run_ranks(act, tmp_path, world_size)
+    assert sum(counts) == 2 + LAYERS * (4 + 9) and min(counts) > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_muon_updates_whole_matrices(world_size: int, tiny_model: MakeModel, tmp_path: Path) -> None:
+    def train(model: Transformer, shards: dict[str, Shard] | None, axis: Axis) -> dict[str, nn.Parameter]:
+        """Two steps with gradients that do not depend on the ranks."""
+        matrices = {name: value for name, value in model.named_parameters() if value.dim() == 2}
+        exchange = None
+        if shards is not None:
+            exchange = TensorMatrixExchange({value: shards[name] for name, value in matrices.items()}, axis)
+        options: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32}
+        optimizer = Muon(matrices.values(), row_exchange=exchange, **options)
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(2):
+            for name, value in matrices.items():
+                shape = value.shape if shards is None else shards[name].whole_shape
+                gradient = torch.randn(shape, generator=generator)
+                value.grad = gradient if shards is None else pad(shards[name].select(gradient), value.shape)
+            optimizer.step()
+        return matrices
+
+    def act(world: World) -> None:
+        models = [tiny_model(tie_word_embeddings=False, **MIXTURE) for _ in range(2)]
+        expected = train(models[0], None, Axis())
+        shards = apply_tensor_parallel(models[1], axis_of(world))
+        for name, value in train(models[1], shards, axis_of(world)).items():
+            part = pad(shards[name].select(expected[name].detach()), value.shape)
+            torch.testing.assert_close(value.detach(), part, rtol=0.0, atol=1e-6, msg=partial("{} {}".format, name))
+
+    run_ranks(act, tmp_path, world_size)
