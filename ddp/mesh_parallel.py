@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.all_to_all_rows import AllToAllRows
+from ddp.all_to_all_rows import AllToAllRows, TensorMatrixExchange
 from ddp.buckets import ParameterUnit
 from ddp.expert_parallel import apply_expert_parallel
 from ddp.gradient_reducer import scale_to_norm
 from ddp.mesh import Shard
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
+from ddp.tensor_parallel import apply_tensor_parallel
 
 BuildStrategy = Callable[[World, Sequence[ParameterUnit]], Parallelism]
 """Applies a strategy of data parallelism to the parameters of some units, over the ranks of a world."""
@@ -58,13 +59,11 @@ class MeshParallel:
         self.whole_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         mesh, replicated = world.mesh, set(self.whole_shapes)
         if mesh.expert.size > 1:
-            apply_expert_parallel(model, mesh.expert)
+            apply_expert_parallel(self.model, mesh.expert)
             replicated = {name for name in replicated if ".experts." not in name}
         self.shards = {name: Shard.whole(parameter.shape) for name, parameter in model.named_parameters()}
         if mesh.tensor.size > 1:
-            from ddp.tensor_parallel import apply_tensor_parallel
-
-            self.shards = apply_tensor_parallel(model, mesh.tensor)
+            self.shards = apply_tensor_parallel(self.model, mesh.tensor)
         replicas = world.along(mesh.replicas)
         self.model.has_collective_forwards = True
         self.model.sum_over_ranks = replicas.all_reduce_on_device
@@ -112,8 +111,10 @@ class MeshParallel:
         """Gathers matrices over the tensor axis; without one, that of the strategy."""
         if self.world.mesh.tensor.size == 1:
             return self.strategy.row_exchange
-        shards = {parameter: self.shards[name] for name, parameter in self.trainable_parameters().items()}
-        return TensorMatrixExchange(shards, self.world.along(self.world.mesh.tensor))
+        shards: dict[Tensor, Shard] = {
+            parameter: self.shards[name] for name, parameter in self.trainable_parameters().items()
+        }
+        return TensorMatrixExchange(shards, self.world.mesh.tensor)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return {**self.strategy.trainable_parameters(), **self.experts}

@@ -162,7 +162,7 @@ def backward_micro_batches(
     """
     num_micro_batches, world = len(batch.noised_batches), state.parallel.world
     num_tensor_ranks, context = world.mesh.tensor.size, world.mesh.context  # the first compute the same losses
-    num_means = num_tensor_ranks if world.mesh.is_divided else world.size
+    num_means = 1 if world.mesh.is_divided else world.size  # a mesh computes one mean over all ranks
     load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * num_means)
     weighed_losses = weigh_micro_batches(state, batch, settings)
     sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
@@ -198,7 +198,7 @@ def backward_micro_batches(
         state.master_weights.accumulate_gradients()
         loss += (output.loss_sum.detach() if weighed is None else weighed.loss) / num_tensor_ranks
         if output.load_balancing_loss is not None:
-            load_balancing_loss += output.load_balancing_loss.detach()
+            load_balancing_loss += output.load_balancing_loss.detach() / num_tensor_ranks
     world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
 

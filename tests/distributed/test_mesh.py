@@ -113,7 +113,7 @@ def test_a_run_whose_rank_dies_resumes_on_another_mesh(config: TrainConfig, tmp_
     broken = configure(config, tmp_path / "broken", training={"max_steps": 6}, parallel=DDP | {"tensor": 2})
 
     def act(world: World) -> int:
-        original = loop.train_step
+        original = REPLACEABLE.train_step
 
         def train_step(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
             if batch.step == 4 and world.rank == 1:

@@ -1,0 +1,223 @@
+"""Tensor parallelism of an engine: one process schedules and samples, the others compute their part of each forward.
+
+Before each forward the first rank, the leader, sends what it reads: token ids, positions and pages. Each rank writes
+the keys and values of its heads to the same pages of its own cache. The leader samples from the gathered logits, so
+token ids have one source.
+
+A rank that dies or hangs ends the engine: the next message, or the next collective of the forward, fails within
+`TIMEOUT_SECONDS`. An idle leader sends a message every `HEARTBEAT_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from config.model import ModelConfig
+from config.training.runtime import AttentionBackend
+from ddp.mesh import Axis, Shard
+from ddp.mesh_parallel import allocate
+from ddp.tensor_parallel import apply_tensor_parallel
+from diffusionlm.inference.cuda_graphs import InputText
+from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice
+
+LOGGER = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+TIMEOUT_SECONDS = 30.0
+"""Limit of a collective."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a process needs to build its part of a model."""
+
+    config: ModelConfig
+    attention_backend: AttentionBackend
+    dtypes: dict[str, torch.dtype]
+    """Of each parameter."""
+    device_type: str
+    num_threads: int
+
+    def build(self, rank: int, size: int) -> tuple[Transformer, dict[str, Shard]]:
+        """The part of a rank on ``meta``, and where it is in the whole model. All ranks are in the default group."""
+        with torch.device("meta"):
+            model = Transformer(self.config, attention_backend=self.attention_backend)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(self.dtypes[name])
+        return model.eval(), apply_tensor_parallel(model, Axis(size, rank, dist.group.WORLD))
+
+    def device(self, rank: int) -> torch.device:
+        """The GPU of a rank, or the CPU."""
+        return torch.device(self.device_type, rank) if self.device_type == "cuda" else torch.device("cpu")
+
+
+class Followers:
+    """The other processes of a model, as the leader sees them. `model` is the leader's part.
+
+    After `__init__` one thread uses it: that of the engine.
+    """
+
+    def __init__(self, model: Transformer, size: int, device_type: str) -> None:
+        """Start the processes and send them their weights, one parameter after the other.
+
+        Args:
+            model: whole, on the CPU; its weights may be memory-mapped.
+            size: processes, with this one.
+            device_type: ``cpu``, or ``cuda`` for one GPU for each.
+
+        Raises:
+            ValueError: a process group exists, there are fewer GPUs, or the ranks do not divide the model.
+            RuntimeError: a process died.
+        """
+        if dist.is_initialized():
+            raise ValueError("tensor_parallel > 1 needs a process without a process group: start the engine alone")
+        if device_type == "cuda" and torch.cuda.device_count() < size:
+            raise ValueError(f"tensor_parallel = {size}, but this machine has {torch.cuda.device_count()} GPUs")
+        self._directory = tempfile.TemporaryDirectory(prefix="diffusionlm-ranks-")
+        store = str(Path(self._directory.name) / "store")
+        parameters = dict(model.named_parameters())
+        dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        num_threads = max(1, torch.get_num_threads() // size)
+        self._spec = ModelSpec(model.config, model.attention_backend, dtypes, device_type, num_threads)
+        context = multiprocessing.get_context("spawn")
+        self._processes = [
+            context.Process(target=follow, args=(self._spec, rank, size, store), daemon=True) for rank in range(1, size)
+        ]
+        for process in self._processes:
+            process.start()
+        try:
+            torch.set_num_threads(num_threads)
+            _join(self._spec, 0, size, store)
+            self.model, own = self._spec.build(0, size)
+            allocate(self.model, self._spec.device(0))
+            shards = [own, *(self._spec.build(rank, size)[1] for rank in range(1, size))]
+            local = dict(self.model.named_parameters())
+            for name, whole in parameters.items():
+                _fill(local[name], own[name].select(whole.detach()))
+                for rank in range(1, size):
+                    dist.send(shards[rank][name].select(whole.detach()).cpu().contiguous(), dst=rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def start_cache(self, num_pages: int, page_size: int) -> None:
+        """Let all processes allocate their part of the cache."""
+        self._send(("cache", num_pages, page_size))
+
+    def announce(self, texts: Sequence[InputText]) -> None:
+        """Let all processes compute a forward, which the caller computes next."""
+        self._send(("forward", [_to_message(text) for text in texts]))
+
+    def ping(self) -> None:
+        """Find out whether all processes live.
+
+        Raises:
+            RuntimeError: one does not.
+        """
+        self._send(("ping",))
+
+    def close(self, *, is_healthy: bool = False) -> None:
+        """End the processes."""
+        if is_healthy:
+            self._send(("stop",))
+        for process in self._processes:
+            process.join(TIMEOUT_SECONDS if is_healthy else 0.0)
+            process.kill()
+            process.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._directory.cleanup()
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        dist.broadcast_object_list([message], src=0, device=torch.device("cpu"))
+
+
+def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
+    """Compute the forwards that the leader announces, until it stops or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the leader's
+    torch.set_num_threads(spec.num_threads)
+    _join(spec, rank, size, store)
+    model, shards = spec.build(rank, size)
+    allocate(model, spec.device(rank))
+    for name, parameter in model.named_parameters():
+        part = torch.empty(shards[name].shape, dtype=spec.dtypes[name])
+        dist.recv(part, src=0)
+        _fill(parameter, part)
+    runner = ModelRunner(model, None)
+    try:
+        while True:
+            message: list[Any] = [None]
+            dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
+            match message[0]:
+                case ("cache", int(num_pages), int(page_size)):
+                    runner = ModelRunner(model, build_cache(model, num_pages, page_size))
+                case ("forward", [*texts]):
+                    with torch.inference_mode():
+                        runner._compute_logits([_from_message(text) for text in texts])
+                case ("stop",):
+                    break
+    except RuntimeError as error:
+        LOGGER.warning("rank %d ends: %s", rank, error)
+    os._exit(0)  # without waiting for a group whose other members may be gone
+
+
+def build_cache(model: Transformer, num_pages: int, page_size: int) -> PagedCache:
+    """The cache of this rank's heads."""
+    weight = model.lm_head.weight
+    return PagedCache(
+        model.config, num_pages, page_size, weight.device, compute_dtype(weight), model.num_key_value_heads
+    )
+
+
+def _to_message(text: InputText) -> tuple[NDArray[np.int64], SequenceSlice]:
+    """The tokens that are read, and where they are."""
+    if text.adapter is not None:
+        raise ValueError("an engine with tensor_parallel > 1 has no adapters of single requests")
+    return text.input_tokens, text.sequence
+
+
+def _from_message(message: tuple[NDArray[np.int64], SequenceSlice]) -> InputText:
+    input_tokens, sequence = message
+    tokens_L = np.zeros(sequence.end, np.int64)
+    tokens_L[sequence.start :] = input_tokens
+    return InputText(tokens_L, sequence)
+
+
+@torch.no_grad()
+def _fill(parameter: torch.Tensor, part: torch.Tensor) -> None:
+    """Copy a part; rows behind it are padding."""
+    parameter.zero_()
+    parameter[: len(part)].copy_(part)
+
+
+def _join(spec: ModelSpec, rank: int, size: int, store: str) -> None:
+    backend = "gloo" if spec.device_type == "cpu" else "cpu:gloo,cuda:nccl"
+    device = spec.device(rank) if spec.device_type == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        device_id=device,
+    )
