@@ -83,6 +83,8 @@ class ModelFiles:
     """Writes and reads the model of a run. It uses only what training does not change."""
 
     model: Transformer
+    whole_model: Transformer
+    """The same without values, if ranks have parts of it; else the same object."""
     config: TrainConfig
     base_fingerprint: BaseFingerprint | None
     """Of the base of the adapter; None: the run trains the whole model."""
@@ -101,12 +103,12 @@ class ModelFiles:
             weights: whole, by parameter name.
         """
         if self.config.lora is None:
-            save_model(self.model, folder, weights)
+            save_model(self.whole_model, folder, weights)
             return
         save_model_config(self.model.config, torch.float32, folder)
         base = str(self.config.model.init_from)
         save_adapter(
-            self.model, self.config.lora, folder, base=base, weights=weights, fingerprint=self.base_fingerprint
+            self.whole_model, self.config.lora, folder, base=base, weights=weights, fingerprint=self.base_fingerprint
         )
 
     def read(self, checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:
@@ -117,4 +119,4 @@ class ModelFiles:
         """
         if self.base_fingerprint is None or self.config.lora is None:
             return checkpoint.weights()
-        return read_own_adapter(self.model, self.config.lora, checkpoint.path, self.base_fingerprint)
+        return read_own_adapter(self.whole_model, self.config.lora, checkpoint.path, self.base_fingerprint)

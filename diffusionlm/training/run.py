@@ -211,7 +211,12 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
+        model_files=ModelFiles(
+            state.model,
+            model_builder.build_on_meta() if world.mesh.is_divided else state.model,
+            config,
+            world.run_on_first(model_builder.fingerprint_base),
+        ),
         reference_fingerprint=world.run_on_first(
             lambda: _fingerprint_reference(state, find_reference(config, model_builder))
         ),
