@@ -14,6 +14,7 @@ from ddp.process_group import World
 from diffusionlm.training import loop
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.step import StepBatch, TrainState
+from tests.conftest import MakeModel
 from tests.distributed.forked import end_ranks
 from tests.distributed.test_training_ranks import (
     ADAMW,
@@ -26,6 +27,7 @@ from tests.distributed.test_training_ranks import (
     train_on,
     training,
 )
+from tests.preference_run import configure_preferences, write_preferences
 from tests.tiny_run import change_config
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "qk_norm": True}
@@ -151,8 +153,25 @@ def test_a_mesh_trains_an_adapter_as_one_process(mesh: dict[str, Any], config: T
     one = configure(config, tmp_path / "one", **sections)
     loop.train(one)
     many = configure(config, tmp_path / "many", **sections, parallel=DDP | mesh)
+    with stopping_after(2):
+        train_on(many, tmp_path)
     train_on(many, tmp_path)
     check_equal(many, one, 2e-5, ADAPTER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [DDP | {"tensor": 2}, FSDP | {"tensor": 2}])
+def test_a_mesh_trains_on_preferences_as_one_process(
+    parallel: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    """The reference is divided like the model."""
+    write_preferences(tmp_path, tiny_model)
+    sections: dict[str, Any] = {"training": {"max_steps": 3}, "objective": {"loss": "dpo"}}
+    one = configure_preferences(tmp_path, "one", **sections)
+    loop.train(one)
+    many = configure_preferences(tmp_path, "many", **sections, parallel=parallel)
+    train_on(many, tmp_path, 4 if parallel["strategy"] == "fsdp" else 2)
+    check_equal(many, one, 1e-4)
 
 
 @pytest.mark.parametrize(

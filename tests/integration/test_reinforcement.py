@@ -110,7 +110,11 @@ def train_on_ranks(config: TrainConfig, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"strategy": "ddp", "shard_optimizer": False}, pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow)],
+    [
+        {"strategy": "ddp", "shard_optimizer": False},
+        pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp", "tensor": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_ranks_change_nothing(parallel: dict[str, Any], configure: Configure, tmp_path: Path) -> None:
