@@ -38,6 +38,7 @@ _SHORTHANDS = (
     Shorthand("--model-name", "NAME", "serve.model_name={string}", "name of the model in requests"),
     Shorthand("--api-keys-file", "FILE", "serve.api_keys_file={string}", "keys of clients, one per line"),
     Shorthand("--chat-template", "NAME|FILE", "serve.chat_template={string}", "built-in chat template, or Jinja file"),
+    Shorthand("--tensor-parallel", "N", "serve.tensor_parallel={text}", "processes, or GPUs, that divide the model"),
     Shorthand("--cache-memory", "SIZE", "serve.cache_memory={string}", "memory of keys and values, such as 2GiB"),
 )
 
@@ -114,6 +115,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     from diffusionlm.serving.http.access import fit_connections, format_url, is_loopback
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
+    from profiling.torch_setup import select_device, select_dtype
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
@@ -126,10 +128,16 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
             num_connections,
         )
         limits = limits.model_copy(update={"max_connections": num_connections})
+    device = None
+    if limits.tensor_parallel > 1:  # each process copies its part from the files
+        device = select_device(config.model.device, "model.device")
+        section = {"device": "cpu", "dtype": select_dtype(config.model.dtype, device)}
+        config = config.model_copy(update={"model": config.model.model_copy(update=section)})
     model = load_configured_model(config.model)
     # The fingerprint reads all weights, so it is computed at most once.
     read = partial(read_adapter, model, get_fingerprint=cache(partial(BaseFingerprint.from_model, model)))
-    engine = Engine(model, limits, adapters={adapter.name: read(adapter.path) for adapter in config.adapters})
+    adapters = {adapter.name: read(adapter.path) for adapter in config.adapters}
+    engine = Engine(model, limits, adapters=adapters, device=device)
     gc.freeze()  # collections that a large constraint causes hold up the decoding: let them skip what stays
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     url = format_url(limits.host, bound.getsockname()[1])

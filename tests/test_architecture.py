@@ -49,7 +49,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "diffusionlm.kernels",
         "diffusionlm.models",
     },
-    "diffusionlm.serving": {"tokenizer", "diffusionlm.inference", "diffusionlm.models"},
+    "diffusionlm.serving": {"ddp", "tokenizer", "diffusionlm.inference", "diffusionlm.models"},
     "diffusionlm.training": CORE
     - {"diffusionlm.kernels", "diffusionlm.rl", "diffusionlm.serving", "diffusionlm.training"}
     | {"config", "ddp", "logger", "tokenizer"},

@@ -37,12 +37,20 @@ class EngineLimits(Section):
     """Share keys and values of texts that begin alike."""
     deterministic: bool = False
     """On a CPU: log-probabilities are the same bits, whatever is decoded at the same time; slower."""
+    tensor_parallel: PositiveInt = 1
+    """Processes that divide the model, each with its part of the weights and of cache_memory; on a GPU each has one."""
     max_requests: PositiveInt = 64
     """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
     max_waiting: PositiveInt = 256
     """Requests that wait beyond these; the next one is refused (429)."""
     max_num_batched_tokens: PositiveInt = 2048
     """Inputs of a forward, beyond which long prompts are read in parts."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.tensor_parallel > 1 and self.deterministic:
+            raise ValueError("deterministic = true computes in one process: set tensor_parallel = 1, or leave it out")
+        return self
 
 
 class ServeSection(EngineLimits):

@@ -18,7 +18,7 @@ Shapes: L positions of a text, Q inputs of a forward, N output positions of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -130,6 +130,8 @@ class ModelRunner:
             graphed_forward: computes the forwards without adapters that have a CUDA graph.
         """
         self._model, self._cache, self._graphed_forward = model, cache, graphed_forward
+        self.announce: Callable[[Sequence[InputText]], None] | None = None
+        """Called before each forward, for other processes that compute their part of it."""
         self._adapted: RowAdaptedModel | None = None
         """Computes the forwards with adapters. None: there was none yet."""
         self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
@@ -157,6 +159,8 @@ class ModelRunner:
 
     def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
+        if self.announce is not None:
+            self.announce(texts)
         logits_NV = None if self._graphed_forward is None else self._graphed_forward(texts)
         return self._forward(texts) if logits_NV is None else logits_NV
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -38,8 +38,13 @@ from diffusionlm.serving.requests import (
     UnknownAdapterError,
 )
 
+if TYPE_CHECKING:
+    from diffusionlm.serving.followers import Followers
+
 LOGGER = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 5.0
+"""Time between two messages of an idle engine to the processes of its model."""
 SOFT_PAUSE = 1
 """``omp_pause_soft`` of OpenMP 5.0: threads may be ended, and begin again with the next parallel region."""
 
@@ -66,6 +71,7 @@ class Engine:
         limits: EngineLimits | None = None,
         *,
         adapters: Mapping[str, ModelAdapter] | None = None,
+        device: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         **keys: Any,
     ) -> None:
@@ -75,6 +81,8 @@ class Engine:
             limits: None: those that ``keys`` set.
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name; more by
                 `load_adapter`.
+            device: of the processes of ``tensor_parallel`` > 1, "cpu" or "cuda". None: that of the model, which may be
+                whole on the CPU even if theirs are GPUs.
             clock: seconds, for `step_seconds`.
             keys: of `EngineLimits`. With ``deterministic``, log-probabilities are the same bits, whatever is decoded at
                 the same time and whatever the limits are (`inference.model_runner`).
@@ -91,8 +99,19 @@ class Engine:
         self.model = model
         self._max_unfinished = limits.max_requests + limits.max_waiting
         self._deterministic = limits.deterministic
+        self._followers: Followers | None = None
+        if limits.tensor_parallel > 1:
+            # Imported here: it loads the distributed package of torch.
+            from diffusionlm.serving.followers import Followers
+
+            self._followers = Followers(model, limits.tensor_parallel, device or model.lm_head.weight.device.type)
+            model = self._followers.model
         num_pages, limits = _size_cache(model, limits)
         self._decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
+        if self._followers is not None:
+            assert limits.page_size is not None
+            self._followers.start_cache(num_pages, limits.page_size)
+            self._decoder.runner.announce = self._followers.announce
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
@@ -292,6 +311,8 @@ class Engine:
             LOGGER.exception("an error has ended the engine")
             stopped = EngineStoppedError(f"an error has ended the engine: {error}")
             stopped.__cause__ = error
+        if self._followers is not None:
+            self._followers.close(is_healthy=self._error is None)
         with self._condition:
             self._is_closing, self._step_start = True, None
             unfinished = [*self._handles.values(), *self._submitted]
@@ -326,9 +347,12 @@ class Engine:
         with self._condition:
             if not (self._submitted or self._decoder.has_work):
                 release_team()  # of this thread, while others compute
-            self._condition.wait_for(
-                lambda: self._submitted or self._aborted or self._decoder.has_work or self._is_closing
-            )
+            while not self._condition.wait_for(
+                lambda: self._submitted or self._aborted or self._decoder.has_work or self._is_closing,
+                None if self._followers is None else HEARTBEAT_SECONDS,
+            ):
+                assert self._followers is not None
+                self._followers.ping()
             self._busy_since = time.perf_counter()
             submitted, aborted = self._submitted, self._aborted
             self._submitted, self._aborted = [], []

@@ -5,7 +5,7 @@ the keys and values of its heads to the same pages of its own cache. The leader 
 token ids have one source.
 
 A rank that dies or hangs ends the engine: the next message, or the next collective of the forward, fails within
-`TIMEOUT_SECONDS`. An idle leader sends a message every `HEARTBEAT_SECONDS`.
+`TIMEOUT_SECONDS`. An idle leader sends a message every few seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from diffusionlm.models.varlen import SequenceSlice
 
 LOGGER = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 5.0
 TIMEOUT_SECONDS = 30.0
 """Limit of a collective."""
 
