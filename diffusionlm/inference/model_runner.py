@@ -151,13 +151,13 @@ class ModelRunner:
         guided = [item for item in scheduled if item.request.has_guidance]
         texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
         with nvtx.annotate("decoding: forward"):
-            logits_NV = self._compute_logits(texts)
+            logits_NV = self.compute_logits(texts)
         for item in scheduled:
             item.request.cached_length = item.cached_length
             item.request.needs_prefill &= not item.is_decoded
         return logits_NV
 
-    def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
+    def compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
         if self.announce is not None:
             self.announce(texts)
@@ -242,7 +242,7 @@ def prepare_for_tiles(model: Transformer) -> Transformer:
 class FixedShapeRunner(ModelRunner):
     """Runs the model on tiles."""
 
-    def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
+    def compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         outputs: list[list[Tensor]] = [[] for _ in texts]
         for tile in pack_tiles(texts):
             logits_QV = self._forward(list(tile.input_texts()), copies_keys=True).flatten(0, -2)

@@ -224,10 +224,8 @@ class RowAdaptedModel:
     def __init__(self, model: Transformer) -> None:
         """
         Raises:
-            ValueError: the model has an adapter itself, or is divided over ranks.
+            ValueError: the model has an adapter itself.
         """
-        if model.vocabulary_shard is not None:
-            raise ValueError("adapters of requests need all weights of the model, and it is divided over ranks")
         if any(adapter_modules(model)):
             raise ValueError(
                 "the model has an adapter already, which all requests would have: load the model without it"
@@ -239,9 +237,18 @@ class RowAdaptedModel:
 
     def prepare(self, adapter: ModelAdapter) -> None:
         """Replace the modules that an adapter is the first one to adapt. Others are left: experts without adapters are
-        computed faster. Another thread may compute the model meanwhile: without the adapter nothing changes."""
+        computed faster. Another thread may compute the model meanwhile: without the adapter nothing changes.
+
+        Raises:
+            ValueError: it changes embedding or head of a model that is divided over ranks.
+        """
         for name in adapter.modules:
             base = self.model.get_submodule(name)
+            if self.model.vocabulary_shard is not None and name in ("lm_head", "model.embed_tokens"):
+                raise ValueError(
+                    f"an adapter of requests changes {name}, which is divided over ranks: train one without "
+                    f"{name} and lora.trainable_tokens, or set tensor_parallel = 1"
+                )
             if type(base) is Linear:
                 self.model.set_submodule(name, RowAdaptedLinear(name, base, self.rows))
             elif type(base) is Embedding:

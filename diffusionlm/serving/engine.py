@@ -158,6 +158,8 @@ class Engine:
             ValueError: it is of another model, or the model has an adapter itself.
         """
         adapter.check_model(self.model, name)
+        if self._followers is not None:
+            adapter = self._followers.divide(adapter)
         with self._load_lock:
             self._decoder.runner.prepare_adapter(adapter)
         with self._condition:

@@ -15,11 +15,12 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.model_runner import ModelRunner
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 
@@ -86,6 +88,10 @@ class Followers:
             ValueError: a process group exists, there are fewer GPUs, or the ranks do not divide the model.
             RuntimeError: a process died.
         """
+        self._parts: WeakKeyDictionary[ModelAdapter, list[dict[str, Any]]] = WeakKeyDictionary()
+        """The parts of each rank, of the adapters that are used."""
+        self._sent: set[int] = set()
+        """Numbers of the adapters that the other processes have."""
         if dist.is_initialized():
             raise ValueError("tensor_parallel > 1 needs a process without a process group: start the engine alone")
         if device_type == "cuda" and torch.cuda.device_count() < size:
@@ -107,12 +113,12 @@ class Followers:
             _join(self._spec, 0, size, store)
             self.model, own = self._spec.build(0, size)
             allocate(self.model, self._spec.device(0))
-            shards = [own, *(self._spec.build(rank, size)[1] for rank in range(1, size))]
+            self._shards = [own, *(self._spec.build(rank, size)[1] for rank in range(1, size))]
             local = dict(self.model.named_parameters())
             for name, whole in parameters.items():
                 _fill(local[name], own[name].select(whole.detach()))
                 for rank in range(1, size):
-                    dist.send(shards[rank][name].select(whole.detach()).cpu().contiguous(), dst=rank)
+                    dist.send(self._shards[rank][name].select(whole.detach()).cpu().contiguous(), dst=rank)
         except BaseException:
             self.close()
             raise
@@ -122,8 +128,27 @@ class Followers:
         self._send(("cache", num_pages, page_size))
 
     def announce(self, texts: Sequence[InputText]) -> None:
-        """Let all processes compute a forward, which the caller computes next."""
+        """Let all processes compute a forward, which the caller computes next. What they lack of adapters is sent
+        first, and those that are gone are forgotten."""
+        for adapter in {text.adapter for text in texts if text.adapter is not None}:
+            if adapter.number not in self._sent:
+                self._send(("adapter", adapter.number, self._parts[adapter]))
+                self._sent.add(adapter.number)
+        gone = self._sent - {adapter.number for adapter in self._parts}
+        if gone:
+            self._send(("forget", gone))
+            self._sent -= gone
         self._send(("forward", [_to_message(text) for text in texts]))
+
+    def divide(self, adapter: ModelAdapter) -> ModelAdapter:
+        """The leader's part of an adapter of the whole model. Any thread may call this."""
+        parts = [
+            {name: _divide_part(part, shards.get(f"{name}.weight")) for name, part in adapter.parts.items()}
+            for shards in self._shards
+        ]
+        own = replace(adapter, parts=parts[0])
+        self._parts[own] = parts
+        return own
 
     def ping(self) -> None:
         """Find out whether all processes live.
@@ -160,7 +185,7 @@ def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
         part = torch.empty(shards[name].shape, dtype=spec.dtypes[name])
         dist.recv(part, src=0)
         _fill(parameter, part)
-    runner = ModelRunner(model, None)
+    runner, adapters = ModelRunner(model, None), dict[int, ModelAdapter]()
     try:
         while True:
             message: list[Any] = [None]
@@ -168,9 +193,14 @@ def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
             match message[0]:
                 case ("cache", int(num_pages), int(page_size)):
                     runner = ModelRunner(model, build_cache(model, num_pages, page_size))
+                case ("adapter", int(number), [*parts]):
+                    adapters[number] = ModelAdapter(parts[rank], parts[rank], number)
+                    runner.prepare_adapter(adapters[number])
+                case ("forget", set(numbers)):
+                    adapters = {number: own for number, own in adapters.items() if number not in numbers}
                 case ("forward", [*texts]):
                     with torch.inference_mode():
-                        runner._compute_logits([_from_message(text) for text in texts])
+                        runner.compute_logits([_from_message(text, adapters) for text in texts])
                 case ("stop",):
                     break
     except RuntimeError as error:
@@ -186,18 +216,29 @@ def build_cache(model: Transformer, num_pages: int, page_size: int) -> PagedCach
     )
 
 
-def _to_message(text: InputText) -> tuple[NDArray[np.int64], SequenceSlice]:
-    """The tokens that are read, and where they are."""
-    if text.adapter is not None:
-        raise ValueError("an engine with tensor_parallel > 1 has no adapters of single requests")
-    return text.input_tokens, text.sequence
+Message = tuple[NDArray[np.int64], SequenceSlice, int | None]
+"""The tokens of a text that are read, where they are, and the number of its adapter."""
 
 
-def _from_message(message: tuple[NDArray[np.int64], SequenceSlice]) -> InputText:
-    input_tokens, sequence = message
+def _to_message(text: InputText) -> Message:
+    return text.input_tokens, text.sequence, None if text.adapter is None else text.adapter.number
+
+
+def _from_message(message: Message, adapters: Mapping[int, ModelAdapter]) -> InputText:
+    input_tokens, sequence, number = message
     tokens_L = np.zeros(sequence.end, np.int64)
     tokens_L[sequence.start :] = input_tokens
-    return InputText(tokens_L, sequence)
+    return InputText(tokens_L, sequence, None if number is None else adapters[number])
+
+
+def _divide_part(part: Any, shard: Shard | None) -> Any:
+    """The part of a product ``s B A`` that belongs to a rank's part of its weight: rows of B, or columns of A. What
+    replaces rows of a head stays as it is."""
+    if shard is None or shard.is_whole or not hasattr(part, "A"):
+        return part
+    rows, columns = (slice(start, start + size) for start, size in zip(shard.offsets, shard.shape, strict=True))
+    row_factor = None if part.row_factor is None else part.row_factor[rows]
+    return replace(part, A=part.A[:, columns].contiguous(), B=part.B[rows].contiguous(), row_factor=row_factor)
 
 
 @torch.no_grad()

@@ -35,14 +35,14 @@ def in_forwards_that(is_faulty: Callable[[ActiveRequest], bool]) -> Fault:
     """A fault in each forward of the victim while it is in a state."""
 
     def inject(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-        compute = decoder.runner._compute_logits
+        compute = decoder.runner.compute_logits
 
         def compute_or_fail(texts: Sequence[InputText]) -> torch.Tensor:
             if is_faulty(victim) and any(text.tokens_L is victim.tokens_L for text in texts):
                 fail()
             return compute(texts)
 
-        patch.setattr(decoder.runner, "_compute_logits", compute_or_fail)
+        patch.setattr(decoder.runner, "compute_logits", compute_or_fail)
 
     return inject
 
@@ -131,7 +131,7 @@ def test_memory_for_a_part_of_a_step(blocks: Transformer, jobs: Jobs, monkeypatc
     """A forward of all requests does not fit, one of some of them does: nobody notices."""
     own_jobs, answers = jobs
     decoder, sizes = Decoder(blocks, *LIMITS["plenty"]), []
-    compute = decoder.runner._compute_logits
+    compute = decoder.runner.compute_logits
 
     def compute_small(texts: Sequence[InputText]) -> torch.Tensor:
         num_rows = sum(text.sequence.num_inputs for text in texts)
@@ -140,7 +140,7 @@ def test_memory_for_a_part_of_a_step(blocks: Transformer, jobs: Jobs, monkeypatc
         sizes.append(num_rows)
         return compute(texts)
 
-    monkeypatch.setattr(decoder.runner, "_compute_logits", compute_small)
+    monkeypatch.setattr(decoder.runner, "compute_logits", compute_small)
     check_answers(run(decoder, own_jobs), answers)
     assert len(sizes) > decoder.counts.num_steps, "some steps took several forwards"
 

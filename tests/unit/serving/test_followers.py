@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ import torch
 import torch.distributed as dist
 
 from config.generation import GenerationConfig
+from diffusionlm.checkpoints.adapter_files import load_adapter, read_adapter
 from diffusionlm.inference.generate import generate
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving import followers
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.requests import EngineStoppedError
 from tests.conftest import MakeModel
+from tests.unit.serving.test_adapters import write_adapter
 
 pytestmark = pytest.mark.slow  # processes that import torch
 
@@ -57,6 +61,36 @@ def test_answers_are_those_of_one_process(model: Transformer, engine: Engine) ->
         assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
         assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
     assert engine.status.counts.num_steps > 12
+
+
+def test_each_request_has_its_adapter(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Also beside requests without one; a model that is divided by heads and inner widths, of experts too."""
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "attention_bias": True}
+
+    def make_base() -> Transformer:
+        return tiny_model(torch.float64, vocab_size=19, mask_token_id=18, block_length=4, **options).eval()
+
+    base, expected = make_base(), dict[str | None, tuple[int, ...]]()
+    config = settings()
+    expected[None] = generate(base, [[1, 2, 3]], config, [0])[0].token_ids
+    for seed, name in enumerate(("one", "dora"), start=1):
+        write_adapter(make_base(), tmp_path / name, seed, {"rank": 2, "dora": name == "dora"})
+        adapted = make_base()
+        load_adapter(adapted, tmp_path / name)
+        expected[name] = generate(adapted, [[1, 2, 3]], config, [0])[0].token_ids
+    assert len({tuple(answer) for answer in expected.values()}) == 3
+    adapters = {name: read_adapter(base, tmp_path / name) for name in ("one", "dora")}
+    with Engine(base, cache_memory=1 << 15, tensor_parallel=2, adapters={"one": adapters["one"]}) as engine:
+        handles = {name: engine.submit([1, 2, 3], config, 0, RequestOptions(adapter=name)) for name in (None, "one")}
+        assert {name: handle.result(60).token_ids for name, handle in handles.items()} == {
+            name: expected[name] for name in (None, "one")
+        }
+        engine.unload_adapter("one")
+        engine.load_adapter("dora", adapters["dora"])
+        assert (
+            engine.submit([1, 2, 3], config, 0, RequestOptions(adapter="dora")).result(60).token_ids
+            == (expected["dora"])
+        )
 
 
 def test_a_lost_process_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
