@@ -143,7 +143,7 @@ def open_weights(path: Path) -> Iterator[StoredWeights]:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Read all weights of a directory into memory, by parameter name.
+    """Read all weights of a directory, by parameter name. They are memory-mapped where the format allows it.
 
     Raises:
         ValueError: a file is missing or damaged, or two files have the same tensor; lists them.
@@ -151,7 +151,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     with open_weights(directory) as weights:
         if weights.problems:
             raise ValueError(f"{directory}: {join_problems(weights.problems)}")
-        return {name: _read_tensor(entry).clone() for name, entry in weights.entries.items()}
+        return {name: _read_tensor(entry) for name, entry in weights.entries.items()}
 
 
 def read_saved_dtype(path: Path) -> torch.dtype:

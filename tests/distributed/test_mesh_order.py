@@ -125,7 +125,7 @@ def test_all_ranks_make_the_same_collectives(
     config = make_config(num_attention_heads=4, num_key_value_heads=2, router_aux_loss_coef=0.1, **experts)
     by_rank = [list_collectives(rank, parallel, config) for rank in range(NUM_RANKS)]
     kinds = [[(event.name, len(event.ranks)) for event in events] for events in by_rank]
-    assert all(kind == kinds[0] for kind in kinds) and len(kinds[0]) > 10
+    assert all(kind == kinds[0] for kind in kinds) and len(kinds[0]) >= 10
     for group in {event.ranks for events in by_rank for event in events}:
         sequences = [[event for event in by_rank[rank] if event.ranks == group] for rank in group]
         assert all(sequence == sequences[0] for sequence in sequences), group
