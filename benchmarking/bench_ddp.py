@@ -35,8 +35,9 @@ from benchmarking.harness import (
 from config.model import ModelConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from ddp.launch import launch
-from ddp.parallelism import apply_parallelism, local_values
+from ddp.parallelism import local_values
 from ddp.process_group import World, process_group
+from ddp.strategies import apply_parallelism
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer

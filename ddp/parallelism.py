@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
 from ddp.all_to_all_rows import AllToAllRows
 from ddp.buckets import ParameterUnit
 from ddp.mesh import Shard
@@ -133,61 +132,3 @@ class NoParallel(Replicated):
 
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
-
-
-def apply_parallelism(
-    model: nn.Module,
-    parallel: Parallel,
-    world: World,
-    device: torch.device,
-    units: Sequence[ParameterUnit],
-    *,
-    requires_whole_matrix: Callable[[str], bool],
-    dtype: torch.dtype = torch.float32,
-) -> Parallelism:
-    """Apply the strategy of the ``[parallel]`` section to a model.
-
-    Args:
-        units: modules in execution order, each with the names of the parameters that it is the first to read. Every
-            parameter is in a unit; one that several units name belongs to the first.
-        requires_whole_matrix: whether the optimizer updates the parameter of a name as a whole matrix; others may be
-            cut by rows.
-        dtype: dtype of matrix products, in which FSDP gathers weights.
-
-    Raises:
-        ValueError: the backend does not support the strategy; names the key.
-    """
-
-    def build_strategy(replicas: World, own_units: Sequence[ParameterUnit]) -> Parallelism:
-        if replicas.is_single_process:
-            return NoParallel(model, replicas, own_units)
-        return apply_parallelism(
-            model, parallel, replicas, device, own_units, requires_whole_matrix=requires_whole_matrix, dtype=dtype
-        )
-
-    match parallel:
-        case _ if world.mesh.is_divided:
-            from ddp.mesh_parallel import MeshParallel
-
-            is_sharded = isinstance(parallel, FSDP) and world.mesh.replicas.size > 1
-            return MeshParallel(model, world, device, units, build_strategy, has_sharded_weights=is_sharded)
-        case SingleProcess():
-            return NoParallel(model)
-        case DDP() if world.is_single_process:
-            return NoParallel(model, world)
-        case DDP(shard_optimizer=True):
-            from ddp.sharded_data_parallel import ShardedDataParallel
-
-            return ShardedDataParallel(
-                model, parallel, world, device, units, requires_whole_matrix=requires_whole_matrix
-            )
-        case DDP():
-            from ddp.data_parallel import DataParallel
-
-            return DataParallel(model, parallel, world, device, units)
-        case FSDP():
-            from ddp.fully_sharded import FullySharded
-
-            return FullySharded(model, parallel, world, device, units, dtype=dtype)
-        case _:
-            assert_never(parallel)

@@ -1,7 +1,6 @@
 """Search the mesh with the least estimated time of a step on H200s. No torch.
 
 python -m profiling.mesh_search --shape 8b --ranks 8,64
-python -m profiling.mesh_search --config FILE.toml --ranks 8
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from config.load import load_config
 from config.train import TrainConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from files.terminal_text import print_message
@@ -88,14 +85,10 @@ def search(config: TrainConfig, ranks: int) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the three fastest meshes for each number of ranks."""
     parser = argparse.ArgumentParser(description="Search the mesh with the least estimated time of a step.")
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="a model without a config")
-    parser.add_argument("--config", type=Path, help="a run, in place of a shape")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--ranks", default="8", help="numbers of ranks, separated by commas")
     options = parser.parse_args(argv)
-    if options.config is None:
-        config = TrainConfig.model_validate(RUN | {"model": SHAPES[options.shape]})
-    else:
-        config = load_config(TrainConfig, options.config)
+    config = TrainConfig.model_validate(RUN | {"model": SHAPES[options.shape]})
     print_message("| ranks | strategy | tensor | context | expert | GB | GB sent | seconds |")
     for ranks in map(int, options.ranks.split(",")):
         for row in search(config, ranks) or [[str(ranks), *["-"] * 6, "none fits"]]:

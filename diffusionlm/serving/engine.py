@@ -99,19 +99,9 @@ class Engine:
         self.model = model
         self._max_unfinished = limits.max_requests + limits.max_waiting
         self._deterministic = limits.deterministic
-        self._followers: Followers | None = None
-        if limits.tensor_parallel > 1:
-            # Imported here: it loads the distributed package of torch.
-            from diffusionlm.serving.followers import Followers
-
-            self._followers = Followers(model, limits.tensor_parallel, device or model.lm_head.weight.device.type)
-            model = self._followers.model
-        num_pages, limits = _size_cache(model, limits)
-        self._decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
-        if self._followers is not None:
-            assert limits.page_size is not None
-            self._followers.start_cache(num_pages, limits.page_size)
-            self._decoder.runner.announce = self._followers.announce
+        self._followers = _start_followers(model, limits, device)
+        model = model if self._followers is None else self._followers.model
+        self._decoder = self._build_decoder(model, limits)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
@@ -133,6 +123,16 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
         release_team()  # of the caller, who has loaded the model
         self._thread.start()
+
+    def _build_decoder(self, model: Transformer, limits: EngineLimits) -> Decoder:
+        """Allocate the cache, on all processes of the model."""
+        num_pages, limits = _size_cache(model, limits)
+        decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
+        if self._followers is not None:
+            assert limits.page_size is not None
+            self._followers.start_cache(num_pages, limits.page_size)
+            decoder.runner.announce = self._followers.announce
+        return decoder
 
     @property
     def is_alive(self) -> bool:
@@ -377,6 +377,20 @@ def _use_one_thread() -> None:
     other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
     other.start()
     other.join()
+
+
+def _start_followers(model: Transformer, limits: EngineLimits, device: str | None) -> Followers | None:
+    """Start the other processes of a model. None: there are none.
+
+    Raises:
+        ValueError: they cannot divide it; names the key.
+    """
+    if limits.tensor_parallel == 1:
+        return None
+    # Imported here: it loads the distributed package of torch.
+    from diffusionlm.serving.followers import Followers
+
+    return Followers(model, limits.tensor_parallel, device or model.lm_head.weight.device.type)
 
 
 def _size_cache(model: Transformer, limits: EngineLimits) -> tuple[int, EngineLimits]:

@@ -211,12 +211,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        model_files=ModelFiles(
-            state.model,
-            model_builder.build_on_meta() if world.mesh.is_divided else state.model,
-            config,
-            world.run_on_first(model_builder.fingerprint_base),
-        ),
+        model_files=_describe_files(state, model_builder, config, world),
         reference_fingerprint=world.run_on_first(
             lambda: _fingerprint_reference(state, find_reference(config, model_builder))
         ),
@@ -294,6 +289,11 @@ def build_reference(
     for matrix in select_block_matrices(model).values() if config.lora is None else ():
         matrix.data = matrix.data.to(precision)
     return model.requires_grad_(requires_grad=False).to(device)
+
+
+def _describe_files(state: TrainState, builder: ModelBuilder, config: TrainConfig, world: World) -> ModelFiles:
+    whole_model = builder.build_on_meta() if world.mesh.is_divided else state.model
+    return ModelFiles(state.model, whole_model, config, world.run_on_first(builder.fingerprint_base))
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:

@@ -21,8 +21,9 @@ from config.training.objective import NextTokenConfig
 from config.training.runtime import AttentionBackend, RuntimeConfig
 from config.training.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
-from ddp.parallelism import Parallelism, apply_parallelism
+from ddp.parallelism import Parallelism
 from ddp.process_group import World
+from ddp.strategies import apply_parallelism
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically

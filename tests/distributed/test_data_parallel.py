@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from config.training.parallel import DDP, Parallel
 from ddp.buckets import lay_out_buckets
-from ddp.parallelism import Parallelism, apply_parallelism
+from ddp.parallelism import Parallelism
 from ddp.process_group import World
+from ddp.strategies import apply_parallelism
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
     Batch,

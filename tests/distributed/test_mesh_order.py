@@ -16,8 +16,8 @@ from config.model import ModelConfig
 from config.training.parallel import DDP
 from ddp.context_parallel import split_batch
 from ddp.mesh_parallel import MeshParallel
-from ddp.parallelism import apply_parallelism
 from ddp.process_group import World
+from ddp.strategies import apply_parallelism
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels import chunked_loss, eager_cross_entropy
 from diffusionlm.kernels.loss_types import LossInputs
