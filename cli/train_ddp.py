@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
     with usage_errors():
         local_ranks = count_local_ranks(config.parallel, config.run.device)
-        config.sequences_per_rank(local_ranks * nodes.count)
+        config.parallel.check_ranks(local_ranks * nodes.count)
+        config.sequences_per_rank(local_ranks * nodes.count // config.parallel.ranks_of_data)
     restarts = config.parallel.max_restarts
     act = partial(train_as_rank, config.to_train_config())
     return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)

@@ -320,6 +320,7 @@ class TrainConfig(Section):
         Raises:
             ValueError: the mesh does not combine with another key.
         """
+        parallel.check_model(self.model)
         is_split, is_matrix = parallel.context > 1, parallel.tensor > 1
         objective, is_muon = self.objective, isinstance(self.optimizer, MuonConfig)
         has_mask_noise = not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps
@@ -333,6 +334,7 @@ class TrainConfig(Section):
             'optimizer.kind = "muon" and parallel.strategy = "fsdp"': is_muon
             and isinstance(parallel, FSDP)
             and (is_matrix or parallel.expert > 1),
+            'lora.base = "nf4"': self.lora is not None and self.lora.base == "nf4",
             'runtime.compile = "blocks"': self.runtime.compile == "blocks",
         }
         conflict = next((key for key, is_set in conflicts.items() if is_set), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ def scale_to_norm(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Non
 
     The host does not wait for ``norm``, which is 0-d on the device.
     """
-    if gradients:
+    if gradients and max_norm != math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 

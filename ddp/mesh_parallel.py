@@ -22,10 +22,13 @@ from ddp.buckets import ParameterUnit
 from ddp.expert_parallel import apply_expert_parallel
 from ddp.gradient_reducer import scale_to_norm
 from ddp.mesh import Shard
-from ddp.parallelism import Parallelism
+from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
+from ddp.replicas import check_equal
 from ddp.tensor_parallel import apply_tensor_parallel
 
+PARAMETERS_BETWEEN_BARRIERS = 64
+"""Parameters that are gathered between two waits of all ranks, so that none waits for longer than a collective may."""
 BuildStrategy = Callable[[World, Sequence[ParameterUnit]], Parallelism]
 """Applies a strategy of data parallelism to the parameters of some units, over the ranks of a world."""
 
@@ -66,7 +69,10 @@ class MeshParallel:
             self.shards = apply_tensor_parallel(self.model, mesh.tensor)
         replicas = world.along(mesh.replicas)
         self.model.has_collective_forwards = True
-        self.model.sum_over_ranks = replicas.all_reduce_on_device
+        # Functions, which a copy of the model shares: a process group cannot be copied.
+        self.model.sum_over_ranks = lambda values: replicas.all_reduce_on_device(values)
+        if mesh.expert.size > 1:
+            self.model.values_of_first_rank = world.broadcast_on_device
         self.units = [(module, [name for name in names if name in replicated]) for module, names in units]
         self._replicated, self._replicas, self._expert_replicas = (
             replicated,
@@ -193,6 +199,11 @@ class MeshParallel:
 
     def check_replicas_equal(self) -> None:
         self.strategy.check_replicas_equal()
+        check_equal(self.experts, self._expert_replicas)
+        parameters = dict(self.model.named_parameters())
+        tensor = self.world.along(self.world.mesh.tensor)
+        copies = {name for name, shard in self.shards.items() if shard.num_holders == tensor.size}
+        check_equal({name: local_values(parameters[name]) for name in parameters if name in copies}, tensor)
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
@@ -228,10 +239,16 @@ class MeshParallel:
             selected = {name: value for name, value in values.items() if name in self._replicated}
         own = dict(self.strategy.iterate_whole_parameters(selected))  # on the first of the replicas only
         own |= experts if self._expert_replicas.rank == 0 else {}
-        parts = {name: (self.shards[name], value.dtype) for name, value in own.items()}
+        parts_of_ranks = self.world.all_gather_objects(
+            {name: (self.shards[name], value.dtype) for name, value in own.items()}
+        )
         wholes: dict[str, Tensor] = {}
-        for rank, parts_of_rank in enumerate(self.world.all_gather_objects(parts)):
-            for name, (shard, dtype) in parts_of_rank.items():
+        for index, name in enumerate(self.whole_shapes):
+            if index % PARAMETERS_BETWEEN_BARRIERS == 0:
+                self.world.barrier()
+            owners = {parts[name][0].offsets: rank for rank, parts in enumerate(parts_of_ranks) if name in parts}
+            for rank in owners.values():  # of equal parts the last one
+                shard, dtype = parts_of_ranks[rank][name]
                 piece = own[name].detach()[: shard.shape[0]].cpu().contiguous() if rank == self.world.rank else None
                 if rank and piece is not None:
                     dist.send(piece, dst=0)
@@ -241,7 +258,8 @@ class MeshParallel:
                     piece = torch.empty(shard.shape, dtype=dtype)
                     dist.recv(piece, src=rank)
                 if name not in wholes:
-                    wholes[name] = (destinations or {}).get(name, torch.empty(shard.whole_shape, dtype=dtype))
+                    placed = (destinations or {}).get(name)
+                    wholes[name] = torch.empty(shard.whole_shape, dtype=dtype) if placed is None else placed
                 shard.select(wholes[name]).copy_(piece)
         yield from ((name, wholes[name]) for name in self.whole_shapes if name in wholes)
 

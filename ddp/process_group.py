@@ -115,6 +115,11 @@ class World:
             dist.all_reduce(values, group=self.group)
         return values
 
+    def broadcast_on_device(self, values: Tensor) -> Tensor:
+        """Replace a tensor by that of the first rank, in place and on its device, and return it."""
+        dist.broadcast(values, group_src=0, group=self.group)
+        return values
+
     def run_on_first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 and broadcast its result, pickled, to all ranks.
 

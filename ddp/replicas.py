@@ -84,22 +84,30 @@ class Replicated:
             ValueError: on every rank; names the first parameter that differs.
         """
         self.wait_for_weights()
-        parameters = self.parameters
-        if self.world.is_single_process or not parameters:
-            return
-        own = torch.stack([_fingerprint(parameter) for parameter in parameters.values()]).cpu()
-        all_ranks = [torch.empty_like(own) for _ in range(self.world.size)]
-        dist.all_gather(all_ranks, own, group=self.world.group)
-        differs = torch.stack([(of_rank != all_ranks[0]).any(1) for of_rank in all_ranks])  # [ranks, parameters]
-        if not differs.any():
-            return
-        first = int(differs.any(0).nonzero()[0])
-        ranks = ", ".join(str(rank) for rank in range(self.world.size) if differs[rank, first])
-        raise ValueError(
-            f"the ranks have different weights: {list(parameters)[first]} of rank {ranks} differs from rank 0, as do "
-            f"{int(differs.any(0).sum())} parameters of {len(parameters)} in all. Resume from an earlier checkpoint; a "
-            "processor or a link may be faulty"
-        )
+        check_equal(self.parameters, self.world)
+
+
+def check_equal(parameters: Mapping[str, Tensor], world: World) -> None:
+    """Compare fingerprints of parameters that all ranks have.
+
+    Raises:
+        ValueError: on every rank; names the first parameter that differs.
+    """
+    if world.is_single_process or not parameters:
+        return
+    own = torch.stack([_fingerprint(parameter) for parameter in parameters.values()]).cpu()
+    all_ranks = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(all_ranks, own, group=world.group)
+    differs = torch.stack([(of_rank != all_ranks[0]).any(1) for of_rank in all_ranks])  # [ranks, parameters]
+    if not differs.any():
+        return
+    first = int(differs.any(0).nonzero()[0])
+    ranks = ", ".join(str(rank) for rank in range(world.size) if differs[rank, first])
+    raise ValueError(
+        f"the ranks have different weights: {list(parameters)[first]} of rank {ranks} differs from rank 0, as do "
+        f"{int(differs.any(0).sum())} parameters of {len(parameters)} in all. Resume from an earlier checkpoint; a "
+        "processor or a link may be faulty"
+    )
 
 
 def check_names(whole: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.model import ModelConfig
+from config.training.parallel import check_tensor_ranks
 from ddp.all_to_all_rows import row_range_of_rank
 from ddp.mesh import Axis, Shard
 from diffusionlm.kernels.loss_types import LossOutput, VocabularyShard
 from diffusionlm.models.attention import Attention
 from diffusionlm.models.layers import Linear, SwiGLU
 from diffusionlm.models.lora import LoRALinear, adapter_modules, start_values
-from diffusionlm.models.moe import MoE, RoutingLog
+from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 
 ROW_PARAMETERS = ("weight", "bias", "lora_B", "lora_magnitude")
@@ -38,8 +39,8 @@ def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
     `Shard.select` of each whole parameter. Embedding and head have ceil(V / n) rows on each rank: rows behind
     `Shard.shape` are padding, and must be zero.
 
-    Call it after `add_adapter`, and before the model is compiled or its activations are checkpointed. All ranks of the
-    axis then run each forward and backward with the same inputs.
+    Call it after `add_adapter`, and before the model is compiled. All ranks of the axis then run each forward and
+    backward with the same inputs.
 
     Returns:
         The part of each parameter, by name. A part that several ranks have is `num_holders` times in the model, and its
@@ -48,7 +49,7 @@ def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
     Raises:
         ValueError: a size is not divisible by the ranks, or an adapter has no form for several ranks.
     """
-    check_sizes(model.config, axis.size)
+    check_tensor_ranks(model.config, axis.size, "parallel.tensor")
     division = _Division(axis)
     if axis.size > 1:
         _check_adapters(model, axis.size)
@@ -63,30 +64,6 @@ def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
         name: division.shards.get(parameter, Shard.whole(parameter.shape, axis.size))
         for name, parameter in model.named_parameters()
     }
-
-
-def check_sizes(config: ModelConfig, num_ranks: int) -> None:
-    """Check that the ranks can divide a model.
-
-    Raises:
-        ValueError: they cannot; names the key of the model.
-    """
-    sizes = {"num_attention_heads": config.num_attention_heads}
-    if not all(config.is_sparse(layer) for layer in range(config.num_hidden_layers)):
-        sizes["intermediate_size"] = config.intermediate_size
-    if config.num_experts and config.moe_intermediate_size is not None:
-        sizes["moe_intermediate_size"] = config.moe_intermediate_size
-    for key, size in sizes.items():
-        if size % num_ranks:
-            raise ValueError(
-                f"parallel.tensor = {num_ranks} does not divide the model's {key} = {size}: set it to a divisor"
-            )
-    num_heads = config.num_key_value_heads
-    if num_heads % num_ranks and num_ranks % num_heads:
-        raise ValueError(
-            f"parallel.tensor = {num_ranks} neither divides the model's num_key_value_heads = {num_heads} nor is a "
-            "multiple of it: set it to a divisor or a multiple"
-        )
 
 
 def _check_adapters(model: Transformer, num_ranks: int) -> None:
@@ -235,8 +212,7 @@ def _add_collectives(model: Transformer, axis: Axis, vocabulary: VocabularyShard
         return _SumOutputs.apply(output, group)  # type: ignore[no-any-return]
 
     def sum_inner(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        log = inputs[1] if len(inputs) > 1 else None
-        routings = log.routings if isinstance(log, RoutingLog) else log
+        routings = inputs[1].routings if len(inputs) > 1 and inputs[1] is not None else None
         if routings:  # each rank computes the whole load-balancing loss, and the router's gradient is summed
             probabilities_TE = _ScaleGradient.apply(routings[-1].probabilities_TE, 1 / axis.size)
             routings[-1] = replace(routings[-1], probabilities_TE=probabilities_TE)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from config.model import Architecture
 
 
 class SingleProcess(Section):
@@ -15,6 +16,8 @@ class SingleProcess(Section):
     strategy: Literal["single"] = "single"
     has_collective_forwards: ClassVar[bool] = False
     """Whether a forward needs several ranks."""
+    decodes_together: ClassVar[bool] = False
+    """Whether a forward needs ranks with other data."""
 
 
 class MultiProcessOptions(Section):
@@ -52,6 +55,28 @@ class MultiProcessOptions(Section):
         """Whether a forward needs several ranks."""
         return self.is_divided or isinstance(self, FSDP)
 
+    @property
+    def decodes_together(self) -> bool:
+        """Whether a forward needs ranks with other data."""
+        return self.expert > 1 or isinstance(self, FSDP)
+
+    @property
+    def ranks_of_data(self) -> int:
+        """Ranks that load the same sequences."""
+        return self.tensor * self.context
+
+    def check_model(self, model: Architecture) -> None:
+        """
+        Raises:
+            ValueError: the mesh does not divide the sizes of a model; names the keys.
+        """
+        check_tensor_ranks(model, self.tensor, "parallel.tensor")
+        if self.expert > 1 and (model.num_experts == 0 or model.num_experts % self.expert):
+            raise ValueError(
+                f"parallel.expert = {self.expert} must divide the model's num_experts = {model.num_experts}: set it to "
+                "a divisor, or to 1"
+            )
+
     def check_ranks(self, num_ranks: int) -> None:
         """
         Raises:
@@ -62,6 +87,31 @@ class MultiProcessOptions(Section):
                 f"parallel.tensor = {self.tensor}, context = {self.context} and expert = {self.expert} need a multiple "
                 f"of {self.ranks_of_model} ranks, not {num_ranks}: set parallel.local_ranks or the mesh"
             )
+
+
+def check_tensor_ranks(model: Architecture, num_ranks: int, key: str) -> None:
+    """Check that so many ranks can divide the matrices of a model.
+
+    Args:
+        key: names the number of ranks in the error.
+
+    Raises:
+        ValueError: they cannot; names the key of the model.
+    """
+    sizes = {"num_attention_heads": model.num_attention_heads}
+    if not all(model.is_sparse(layer) for layer in range(model.num_hidden_layers)):
+        sizes["intermediate_size"] = model.intermediate_size
+    if model.num_experts and model.moe_intermediate_size is not None:
+        sizes["moe_intermediate_size"] = model.moe_intermediate_size
+    for name, size in sizes.items():
+        if size % num_ranks:
+            raise ValueError(f"{key} = {num_ranks} does not divide the model's {name} = {size}: set it to a divisor")
+    num_heads = model.num_key_value_heads
+    if num_heads % num_ranks and num_ranks % num_heads:
+        raise ValueError(
+            f"{key} = {num_ranks} neither divides the model's num_key_value_heads = {num_heads} nor is a multiple of "
+            "it: set it to a divisor or a multiple"
+        )
 
 
 class DDP(MultiProcessOptions):

@@ -51,9 +51,6 @@ class RoutingLog:
     def append(self, routing: Routing) -> None:
         self.routings.append(routing)
 
-    def extend(self, routings: Sequence[Routing]) -> None:
-        self.routings.extend(routings)
-
 
 class MoE(nn.Module):
     """``sum_k w_k expert_k(x)``: the K largest softmax weights, with ``norm_topk_prob`` divided by their sum.
@@ -81,7 +78,7 @@ class MoE(nn.Module):
         self.dispatch: Dispatch = MoE.run_experts
         """Runs the experts of each token. Replaced where this module has only some of the experts."""
 
-    def forward(self, x: Tensor, routings: RoutingLog | list[Routing] | None = None) -> Tensor:
+    def forward(self, x: Tensor, routings: RoutingLog | None = None) -> Tensor:
         """Mixture of experts of x [..., D]; appends the router output to ``routings``."""
         x_TD = x.flatten(0, -2)
         logits_TE = self.gate(x_TD)

@@ -23,7 +23,7 @@ from diffusionlm.models.attention import Attention, PreparedAttention, PreparedB
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
-from diffusionlm.models.moe import MoE, Routing, RoutingLog, compute_load_balancing_loss
+from diffusionlm.models.moe import MoE, RoutingLog, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.varlen import VarlenBatch, prepare_varlen_attention
@@ -56,7 +56,7 @@ class Block(nn.Module):
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
-        routings: RoutingLog | list[Routing] | None = None,
+        routings: RoutingLog | None = None,
     ) -> Tensor:
         """Output [B, L, D], or [P, D] at ``output_positions``: then the others get keys and values only.
 
@@ -105,6 +105,8 @@ class Transformer(nn.Module):
         """Whether all ranks take part in each forward, so that none may repeat one alone."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums a tensor over ranks with different positions, for the load-balancing loss of all of them."""
+        self.values_of_first_rank: Callable[[Tensor], Tensor] | None = None
+        """Replaces predictions, which all ranks compute and which may differ by rounding, by those of the first one."""
         self.vocabulary_shard: VocabularyShard | None = None
         """Rows of the head on this rank. None: all."""
         self.keeps_vocabulary_shards = False

@@ -112,7 +112,7 @@ class RolloutLoader(StepLoader):
         """
         state, world = self.run.state, self.run.world
         count = self.prompts.num_prompts * self.prompts.task.repeats
-        is_collective = self.run.config.parallel.has_collective_forwards
+        is_collective = self.run.config.parallel.decodes_together
         own = range(count) if is_collective else self._own_answers(count)
         state.parallel.wait_for_weights()
 

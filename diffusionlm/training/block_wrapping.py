@@ -17,7 +17,7 @@ from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.lora import AdapterDropout, find_dropout
-from diffusionlm.models.moe import MoE
+from diffusionlm.models.moe import MoE, RoutingLog
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
 from profiling import nvtx, triton_setup
@@ -124,7 +124,7 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
-        routings: Any = None,
+        routings: RoutingLog | None = None,
     ) -> Tensor:
         if not torch.is_grad_enabled():  # validation has other shapes and few steps
             return forward(x_BLD, rope, attention, output_positions=output_positions, routings=routings)
@@ -137,10 +137,10 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
         if traceable is None:
             traceable = _UncompiledAttention(attention, call_attention, call_at_positions)
         # A new list: its length is a constant of the compiled code, which would be compiled anew for each layer.
-        block_routings: list[Any] | None = None if routings is None else []
+        block_routings = None if routings is None else RoutingLog()
         output = compiled(x_BLD, rope, traceable, output_positions=output_positions, routings=block_routings)
         if routings is not None and block_routings is not None:
-            routings.extend(block_routings)
+            routings.routings += block_routings.routings
         return output
 
     return run
@@ -201,7 +201,7 @@ def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) ->
         rope: tuple[Tensor, Tensor],
         attention: Any,
         *,
-        routings: Any = None,
+        routings: RoutingLog | None = None,
         **options: Any,
     ) -> Tensor:
         if not torch.is_grad_enabled():
@@ -211,15 +211,14 @@ def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) ->
 
         def compute(x_BLD: Tensor) -> tuple[Tensor, list[Any]]:
             # A new list for each computation: the recomputation must not append the routings again.
-            block_routings: list[Any] = []
-            block_options = {**options, "routings": None if routings is None else block_routings}
-            return forward(x_BLD, rope, attention, **block_options), block_routings
+            log = None if routings is None else RoutingLog()
+            return forward(x_BLD, rope, attention, routings=log, **options), [] if log is None else log.routings
 
         output, block_routings = checkpoint(
             compute, x_BLD, use_reentrant=False, preserve_rng_state=False, **checkpoint_options
         )
         if routings is not None:
-            routings.extend(block_routings)
+            routings.routings += block_routings
         return output
 
     return run

@@ -274,6 +274,11 @@ class StepMonitor:
         self.parallel.world.all_reduce_on_device(sums_2M)
         self.read_results = partial(read_quotients, (*LOSS_METRICS, *norms), AsyncHostCopy(sums_2M.flatten()))
 
+    @property
+    def is_recording(self) -> bool:
+        """True in a step whose losses are logged, on all ranks."""
+        return self._sums_2M is not None
+
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
         fractions."""

@@ -200,7 +200,7 @@ def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float
     factors = None if lora is None else measure_adapter(lora, model).factors_in_flops
     measuring = 0 if run.state.model_loss is None else run.state.model_loss.num_measuring_forwards
     flops = (compute_batch_flops(model, batch, factors, num_measuring_forwards=measuring) for batch in noised_batches)
-    return sum(flops) / peak
+    return sum(flops) / (run.world.mesh.num_data_copies * peak)
 
 
 def collect_step_metrics(run: Run, metrics: StepMetrics, step_seconds: float) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
         other_block_lengths=tuple(evaluations[1:]),
         source_entropy=run.validator.source_entropy,
         ngrams=ngrams,
-        parameters=sum(parameter.numel() for parameter in run.state.model.parameters()),
+        parameters=sum(shape.numel() for shape in run.state.parallel.whole_shapes.values()),
         step=run.progress.step,
         tokens_seen=run.progress.tokens_seen,
         seconds=run.progress.seconds,

@@ -188,7 +188,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         loader = Prefetcher(loader, device)
     validator = Validator(config, tokenizer, components, world)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
-    is_sampling = world.is_first or config.parallel.has_collective_forwards
+    is_sampling = world.data_rank == 0 or config.parallel.decodes_together
     return Run(
         config=config,
         directory=directory,
@@ -205,7 +205,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
             tokenizer,
             state.model.config,
             world,
-            is_collective=config.parallel.has_collective_forwards,
+            is_collective=config.parallel.decodes_together,
         ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(

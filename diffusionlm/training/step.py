@@ -171,7 +171,9 @@ def backward_micro_batches(
         noised_batch, weighed = noised_batch.to(settings.device), weighed_losses[index] if weighed_losses else None
         own_batch = noised_batch
         if context.size > 1:
-            own_batch = split_batch(noised_batch.on_host or noised_batch, context).to(settings.device)
+            own_batch = split_batch(noised_batch.on_host or noised_batch, context)
+            if settings.device.type == "cuda":
+                own_batch = own_batch.pin_memory().to(settings.device)
         if weighed is None:
             loss_inputs = settings.objective.build_loss_inputs(own_batch, batch.loss_denominator)
         else:
@@ -189,7 +191,9 @@ def backward_micro_batches(
                 )
             with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
-        nll_N = output.nll_N if context.size == 1 else gather_losses(output.nll_N.detach(), noised_batch, context)
+        nll_N = output.nll_N
+        if context.size > 1 and monitor.is_recording:
+            nll_N = gather_losses(nll_N.detach(), noised_batch, context)
         monitor.add_micro_batch(noised_batch, nll_N)
         if weighed is not None and weighed.preferences is not None:
             monitor.add_preferences(weighed.preferences)
@@ -218,7 +222,12 @@ def weigh_micro_batches(state: TrainState, batch: StepBatch, settings: StepSetti
                 contexts.enter_context(perturb(batch.step, noised_batch))
             with nvtx.annotate("reference"), autocast(settings):
                 measured.append(state.model_loss.measure(state.model, noised_batch, inputs))
-    all_reduce = state.parallel.world.all_reduce_on_device
+    world = state.parallel.world
+
+    def all_reduce(values: Tensor) -> Tensor:
+        """Sum over ranks with different sequences."""
+        return world.all_reduce_on_device(values).div_(world.mesh.num_data_copies)
+
     return state.model_loss.weigh(noised_batches, loss_inputs, measured, batch.loss_denominator, all_reduce)
 
 

@@ -160,13 +160,15 @@ def test_a_mesh_trains_an_adapter_as_one_process(mesh: dict[str, Any], config: T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [DDP | {"tensor": 2}, FSDP | {"tensor": 2}])
+@pytest.mark.parametrize(
+    ("parallel", "loss"), [(DDP | {"tensor": 2}, "dpo"), (FSDP | {"tensor": 2}, "dpo"), (DDP | {"tensor": 2}, "kto")]
+)
 def test_a_mesh_trains_on_preferences_as_one_process(
-    parallel: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
+    parallel: dict[str, Any], loss: str, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    """The reference is divided like the model."""
+    """The reference is divided like the model; KTO's reference point is a mean over ranks with other data."""
     write_preferences(tmp_path, tiny_model)
-    sections: dict[str, Any] = {"training": {"max_steps": 3}, "objective": {"loss": "dpo"}}
+    sections: dict[str, Any] = {"training": {"max_steps": 3}, "objective": {"loss": loss}}
     one = configure_preferences(tmp_path, "one", **sections)
     loop.train(one)
     many = configure_preferences(tmp_path, "many", **sections, parallel=parallel)
@@ -183,6 +185,8 @@ def test_a_mesh_trains_on_preferences_as_one_process(
         ),
         ({"parallel": FSDP | {"tensor": 2}, "optimizer": MUON}, 'optimizer.kind = "muon" and parallel.strategy'),
         ({"parallel": DDP | {"context": 3}}, "multiple of 2"),
+        ({"parallel": DDP | {"tensor": 3}}, "does not divide the model's num_attention_heads = 4"),
+        ({"parallel": DDP | {"expert": 2}}, "must divide the model's num_experts = 0"),
     ],
 )
 def test_what_does_not_combine_is_refused(

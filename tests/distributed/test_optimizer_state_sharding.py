@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from config.training.parallel import DDP
 from ddp import sharded_data_parallel
 from ddp.buckets import Bucket, ParameterUnit
-from ddp.data_parallel import DataParallel
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from ddp.sharded_data_parallel import BucketShard, ShardedDataParallel
+from ddp.strategies import DataParallel
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (

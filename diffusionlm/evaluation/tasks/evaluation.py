@@ -281,7 +281,7 @@ class LiveEvaluation:
 
     def _collect(self, task: PreparedItems, model: Transformer) -> tuple[ItemResult, ...]:
         answers = list_answers(task)
-        own = answers if self.is_collective else answers[self.world.rank :: self.world.size]
+        own = answers if self.is_collective else answers[self.world.data_rank :: self.world.data_size]
         others = set(answers).difference(own)
         compute: Callable[[], list[ItemResult]] = lambda: list(evaluate_task(model, task, done=others))  # noqa: E731
         parts = [compute()] if self.is_collective else self.world.run_on_all(compute)
