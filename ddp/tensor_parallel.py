@@ -144,7 +144,7 @@ class _Division:
             head.weight, head.out_features = embedding.weight, num_rows
         else:
             self._divide_outputs(head, own, num_rows)
-        group = self.axis.group
+        group, num_ranks = self.axis.group, self.axis.size
 
         def all_reduce_max(tensor: Tensor) -> None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
@@ -152,7 +152,12 @@ class _Division:
         def all_reduce_sum(tensor: Tensor) -> None:
             dist.all_reduce(tensor, group=group)
 
-        return VocabularyShard(start, end - start, vocab_size, all_reduce_max, all_reduce_sum)
+        def all_gather(tensor: Tensor) -> Tensor:
+            gathered = tensor.new_empty(num_ranks * tensor.numel())
+            dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
+            return gathered.view(num_ranks, *tensor.shape)
+
+        return VocabularyShard(start, end - start, vocab_size, all_reduce_max, all_reduce_sum, all_gather)
 
     def _range(self, size: int) -> _Range:
         size //= self.axis.size

@@ -64,6 +64,8 @@ class VocabularyShard:
     """Replaces a tensor by its maximum over the ranks, in place."""
     all_reduce_sum: Callable[[Tensor], object]
     """Replaces a tensor by its sum over the ranks, in place."""
+    all_gather: Callable[[Tensor], Tensor]
+    """The tensors of all ranks, stacked in their order."""
 
     def find_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's row of each token, and whether it has one.

@@ -322,6 +322,9 @@ def test_logits_are_whole_or_those_of_the_rank(tiny_model: MakeModel, tmp_path: 
         assert own.shape[-1] == 10
         assert_close(own[..., : 10 - world.rank], expected[..., 10 * world.rank : 10 * (world.rank + 1)], "own logits")
         assert world.rank == 0 or own[..., 9].eq(-torch.inf).all()
+        assert whole.vocabulary_shard is not None
+        columns_RBLC = whole.vocabulary_shard.all_gather(own)
+        assert_close(torch.cat([*columns_RBLC], dim=-1)[..., :19], expected, "columns of all ranks")
         one_process, divided = tiny_model(scale=0.1), tiny_model(scale=0.1)
         apply_tensor_parallel(divided, axis_of(world))
         positions_P = torch.arange(OUTPUTS)
@@ -366,7 +369,7 @@ def cut_head(head_VD: Tensor, world: World) -> tuple[Tensor, VocabularyShard]:
     own = head_VD.detach()[first : first + num_rows]
     padded = torch.cat([own, own.new_zeros(num_rows - len(own), own.shape[1])]).requires_grad_()
     all_reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
-    return padded, VocabularyShard(first, len(own), vocab_size, all_reduce_max, dist.all_reduce)
+    return padded, VocabularyShard(first, len(own), vocab_size, all_reduce_max, dist.all_reduce, torch.clone)
 
 
 LOSSES: list[tuple[float | None, dict[str, Any]]] = [
@@ -421,7 +424,7 @@ def test_an_excluded_target_and_one_outside_the_vocabulary(tmp_path: Path) -> No
 
 def test_backends_of_a_divided_head(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head, loss_inputs = make_inputs(3, 4, 2)
-    shard = VocabularyShard(0, 4, 4, lambda tensor: None, lambda tensor: None)
+    shard = VocabularyShard(0, 4, 4, lambda tensor: None, lambda tensor: None, torch.clone)
     rows = HeadRows(torch.tensor([0]), head[:1])
     with pytest.raises(ValueError, match=r'"triton" needs a head with all rows: choose "eager"'):
         linear_cross_entropy(hidden, head, loss_inputs, backend="triton", shard=shard)
