@@ -151,9 +151,8 @@ class BatchSampler:
         ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
-            ends = np.cumsum([len(request.output_positions) for request in group])[:-1]
-            for request, part_RN in zip(group, np.split(samples_RN, ends, axis=1), strict=True):
-                predictions[id(request)] = _to_predictions(part_RN)
+            for request, prediction in zip(group, split_samples(samples_RN, group), strict=True):
+                predictions[id(request)] = prediction
         return [predictions[id(request)] for request in logits.requests]
 
 
@@ -223,6 +222,13 @@ def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
+def split_samples(samples_RN: NDArray[np.float64], requests: Sequence[ActiveRequest]) -> list[Predictions | ValueError]:
+    """Predictions for each request from the samples of the positions of all (`TokenSampler.sample`); an error where the
+    model's probabilities are not finite."""
+    ends = np.cumsum([len(request.output_positions) for request in requests])[:-1]
+    return [_to_predictions(part_RN) for part_RN in np.split(samples_RN, ends, axis=1)]
+
+
 def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError:
     """Predictions of a request from the samples of its positions (`TokenSampler.sample`)."""
     tokens_N, confidence_N, logprobs_N = samples_RN[:3]
@@ -259,6 +265,11 @@ class LogitChanges:
                 stops = np.array([*request.settings.stop_token_ids], dtype=np.int64)
                 self._changes.append((start, start + num_early, stops, np.full(len(stops), -np.inf)))
             start = end
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is changed."""
+        return not (self._changes or self._allowed_tokens)
 
     def apply(self, logits_NV: Tensor, first_row: int) -> Tensor:
         """Change logits of the rows from ``first_row`` on, in place."""
@@ -373,8 +384,9 @@ def filter_logits(logits_NV: Tensor, config: GenerationConfig, temperature: floa
     return keep_min_p(logits_NV, config.min_p) if config.min_p > 0.0 else logits_NV
 
 
-def divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
-    """Logits of the tempered distribution, for a temperature above 0, however small."""
+def divide_by_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits of the tempered distribution, for a temperature above 0, however small; or one for each position,
+    [N, 1]."""
     # With the highest logit at 0, a tiny divisor cannot make it overflow.
     return (logits_NV - logits_NV.amax(dim=1, keepdim=True)) / temperature
 
