@@ -143,8 +143,11 @@ def reduce_columns(logits_NC: Tensor, first_token: int, temperatures_TN: Tensor)
     parts = [highest_N1[:, 0], (columns_N1[:, 0] + first_token).double(), others_NC.amax(dim=1)]
     differences_NC = others_NC.sub_(highest_N1.where(highest_N1 != -torch.inf, 0.0))
     for temperatures_N in temperatures_TN:
-        odds_NC = (differences_NC / temperatures_N[:, None]).exp_()
-        parts += [odds_NC.sum(dim=1), odds_NC.xlogy(odds_NC).sum(dim=1)]
+        log_odds_NC = differences_NC / temperatures_N[:, None]
+        odds_NC = log_odds_NC.exp()
+        # A finite number times odds of 0 is 0, which -inf is not; xlogy would compute the logarithms again.
+        log_odds_NC.clamp_(min=torch.finfo(torch.float64).min)
+        parts += [odds_NC.sum(dim=1), log_odds_NC.mul_(odds_NC).sum(dim=1)]
     return torch.stack(parts)
 
 
