@@ -25,7 +25,7 @@ from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_pool, take_graphs
 from diffusionlm.inference.model_runner import FixedShapeRunner, ModelRunner, ScheduledRequest, prepare_for_tiles
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.sampling import BatchSampler, LogitRows
+from diffusionlm.inference.sampling import BatchSampler, LogitRows, split_samples
 from diffusionlm.inference.scheduler import (
     PAGE_SIZE,
     TOKEN_BOUNDS,
@@ -34,6 +34,7 @@ from diffusionlm.inference.scheduler import (
     end_with_error,
     free_frames,
 )
+from diffusionlm.inference.sharded_sampling import plan_sharded_sampling
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import Bidirectional
@@ -177,8 +178,10 @@ class Decoder:
         Raises:
             Exception: the forward failed, and other ranks take part in it, which would not repeat it.
         """
+        decoded = [item.request for item in scheduled if item.is_decoded]
+        sampling = None if self.runner.announce is None else plan_sharded_sampling(decoded)
         try:
-            logits_NV = self.runner(scheduled)
+            outputs = self.runner(scheduled, sampling)
         except Exception as error:
             if self._model.has_collective_forwards:
                 raise
@@ -187,8 +190,11 @@ class Decoder:
             LOGGER.warning("a forward of %d requests has failed (%r): each half is repeated", len(scheduled), error)
             free_frames(error)
         else:
-            decoded = [item.request for item in scheduled if item.is_decoded]
-            sampled = iter(self._sample(LogitRows(logits_NV, decoded)))
+            sampled: Iterator[Predictions | Exception]
+            if sampling is None:
+                sampled = iter(self._sample(LogitRows(outputs, decoded)))
+            else:
+                sampled = iter(split_samples(outputs.cpu().numpy(), decoded))
             return [next(sampled) if item.is_decoded else None for item in scheduled]
         # Outside of the handler, so that nothing of the failed forward is in memory anymore.
         half = len(scheduled) // 2

@@ -31,6 +31,7 @@ from diffusionlm.diffusion.layout import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward, InputText
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
+from diffusionlm.inference.sharded_sampling import ShardedSampling, sample_from_columns
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
@@ -130,8 +131,8 @@ class ModelRunner:
             graphed_forward: computes the forwards without adapters that have a CUDA graph.
         """
         self._model, self._cache, self._graphed_forward = model, cache, graphed_forward
-        self.announce: Callable[[Sequence[InputText]], None] | None = None
-        """Called before each forward, for other processes that compute their part of it."""
+        self.announce: Callable[[Sequence[InputText], ShardedSampling | None], None] | None = None
+        """Called before each forward, for other processes that compute their part of it, and of the sampling."""
         self._adapted: RowAdaptedModel | None = None
         """Computes the forwards with adapters. None: there was none yet."""
         self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
@@ -145,27 +146,35 @@ class ModelRunner:
         self._adapted = self._adapted or RowAdaptedModel(self._model)
         self._adapted.prepare(adapter)
 
-    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+    def __call__(self, scheduled: Sequence[ScheduledRequest], sampling: ShardedSampling | None = None) -> Tensor:
         """Logits that predict the output positions of the requests that are decoded, and then, for those with guidance,
-        the logits of the same positions with the prompt masked, [N, V]."""
+        the logits of the same positions with the prompt masked, [N, V]; with ``sampling`` samples in place of logits,
+        [3, N] (`sample_from_columns`)."""
         guided = [item for item in scheduled if item.request.has_guidance]
         texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
         with nvtx.annotate("decoding: forward"):
-            logits_NV = self.compute_logits(texts)
+            outputs = self.compute_logits(texts) if sampling is None else self.compute_samples(texts, sampling)
         for item in scheduled:
             item.request.cached_length = item.cached_length
             item.request.needs_prefill &= not item.is_decoded
-        return logits_NV
+        return outputs
 
     def compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
         if self.announce is not None:
-            self.announce(texts)
+            self.announce(texts, None)
         logits_NV = None if self._graphed_forward is None else self._graphed_forward(texts)
         return self._forward(texts) if logits_NV is None else logits_NV
 
-    def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
-        """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""
+    def compute_samples(self, texts: Sequence[InputText], sampling: ShardedSampling) -> Tensor:
+        """Samples at the outputs of all texts, [3, N], of a model whose head is divided over ranks."""
+        if self.announce is not None:
+            self.announce(texts, sampling)
+        return sample_from_columns(self._model, self._forward(texts, keeps_shards=True), sampling)
+
+    def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False, keeps_shards: bool = False) -> Tensor:
+        """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]. With ``keeps_shards``
+        this rank's columns."""
         batch = VarlenBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
         device = self._model.lm_head.weight.device
         tokens_1Q = copy_to_device(
@@ -173,8 +182,10 @@ class ModelRunner:
         )
         adapters = [text.adapter for text in texts]
         if not any(adapters):
+            self._model.keeps_vocabulary_shards = keeps_shards
             return self._model(tokens_1Q, pattern=batch)
         assert self._adapted is not None, "prepare_adapter precedes"
+        self._adapted.model.keeps_vocabulary_shards = keeps_shards
         with self._adapted.rows.adapters_context(batch, adapters, device):
             return self._adapted.model(tokens_1Q, pattern=batch)
 

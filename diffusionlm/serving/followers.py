@@ -1,8 +1,9 @@
 """Tensor parallelism of an engine: one process schedules and samples, the others compute their part of each forward.
 
 Before each forward the first rank, the leader, sends what it reads: token ids, positions and pages. Each rank writes
-the keys and values of its heads to the same pages of its own cache. The leader samples from the gathered logits, so
-token ids have one source.
+the keys and values of its heads to the same pages of its own cache. The ranks sample together from the columns of the
+logits that each has (`inference.sharded_sampling`), or the leader alone from gathered logits if a request needs them
+whole. The tokens of the leader are those that count.
 
 A rank that dies or hangs ends the engine: the next message, or the next collective of the forward, fails within
 `TIMEOUT_SECONDS`. An idle leader sends a message every few seconds.
@@ -34,6 +35,7 @@ from ddp.mesh_parallel import allocate
 from ddp.tensor_parallel import apply_tensor_parallel
 from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.sharded_sampling import ShardedSampling
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
@@ -127,9 +129,9 @@ class Followers:
         """Let all processes allocate their part of the cache."""
         self._send(("cache", num_pages, page_size))
 
-    def announce(self, texts: Sequence[InputText]) -> None:
-        """Let all processes compute a forward, which the caller computes next. What they lack of adapters is sent
-        first, and those that are gone are forgotten."""
+    def announce(self, texts: Sequence[InputText], sampling: ShardedSampling | None) -> None:
+        """Let all processes compute a forward, which the caller computes next, and take part in its sampling. What they
+        lack of adapters is sent first, and those that are gone are forgotten."""
         for adapter in {text.adapter for text in texts if text.adapter is not None}:
             if adapter.number not in self._sent:
                 self._send(("adapter", adapter.number, self._parts[adapter]))
@@ -138,7 +140,7 @@ class Followers:
         if gone:
             self._send(("forget", gone))
             self._sent -= gone
-        self._send(("forward", [_to_message(text) for text in texts]))
+        self._send(("forward", [_to_message(text) for text in texts], sampling))
 
     def divide(self, adapter: ModelAdapter) -> ModelAdapter:
         """The leader's part of an adapter of the whole model. Any thread may call this."""
@@ -198,9 +200,13 @@ def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
                     runner.prepare_adapter(adapters[number])
                 case ("forget", set(numbers)):
                     adapters = {number: own for number, own in adapters.items() if number not in numbers}
-                case ("forward", [*texts]):
+                case ("forward", [*messages], sampling):
+                    texts = [_from_message(text, adapters) for text in messages]
                     with torch.inference_mode():
-                        runner.compute_logits([_from_message(text, adapters) for text in texts])
+                        if sampling is None:
+                            runner.compute_logits(texts)
+                        else:
+                            runner.compute_samples(texts, sampling)
                 case ("stop",):
                     break
     except RuntimeError as error:

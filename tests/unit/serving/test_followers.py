@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from config.generation import GenerationConfig
+from ddp import tensor_parallel
+from ddp.mesh import Axis
 from diffusionlm.checkpoints.adapter_files import load_adapter, read_adapter
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.requests import RequestOptions
@@ -61,6 +64,45 @@ def test_answers_are_those_of_one_process(model: Transformer, engine: Engine) ->
         assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
         assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
     assert engine.status.counts.num_steps > 12
+
+
+SAMPLED_FROM_COLUMNS: list[dict[str, Any]] = [
+    {"remasking_strategy": "low_confidence"},
+    {"remasking_strategy": "entropy"},
+    {"remasking_strategy": "topk_margin"},
+    {"remasking_strategy": "low_confidence", "temperature": 0.8},
+    {"remasking_strategy": "entropy", "temperature": 1.0, "confidence_of": "most_probable"},
+    {"remasking_strategy": "maskgit_plus", "temperature": 1.5, "confidence_from": "filtered"},
+    {"remasking_strategy": "ancestral"},
+]
+"""Settings whose tokens are sampled without whole logits."""
+
+
+@pytest.mark.parametrize("others", [[], [{"top_k": 5, "temperature": 1.0}]])
+def test_samples_from_columns_are_those_of_one_process(
+    model: Transformer, engine: Engine, others: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between requests that need whole logits, and without these: then no rank gathers logits."""
+    shapes: list[torch.Size] = []
+    gather = tensor_parallel._GatherColumns.apply
+
+    def record(logits: torch.Tensor, axis: Axis) -> object:
+        shapes.append(logits.shape)
+        return gather(logits, axis)
+
+    monkeypatch.setattr(tensor_parallel, "_GatherColumns", SimpleNamespace(apply=record))
+    cases = [
+        ([1, 2, 3 + seed], settings(**values), seed)
+        for seed, values in enumerate([*others, *SAMPLED_FROM_COLUMNS, *others])
+    ]
+    handles = [engine.submit(*case) for case in cases]
+    for (prompt, config, seed), handle in zip(cases, handles, strict=True):
+        [expected] = generate(model, [prompt], config, [seed])
+        ours = handle.result(60)
+        assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
+        assert ours.logprobs == pytest.approx(expected.logprobs, rel=1e-12, abs=1e-12)
+    num_steps = engine.status.counts.num_steps
+    assert 12 <= len(shapes) < num_steps if others else not shapes
 
 
 def test_each_request_has_its_adapter(tiny_model: MakeModel, tmp_path: Path) -> None:
