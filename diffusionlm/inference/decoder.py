@@ -88,7 +88,7 @@ class Decoder:
         build_runner = FixedShapeRunner if deterministic else ModelRunner
         model = prepare_for_tiles(model) if deterministic else model
         self.runner = build_runner(model, self.cache, self._graphed_forward)
-        self._sampler = BatchSampler(weight.device, samples_alone=deterministic)
+        self._sampler = BatchSampler(weight.device, samples_alone=deterministic, share=model.values_of_first_rank)
 
     @classmethod
     def for_requests(
@@ -153,7 +153,9 @@ class Decoder:
         if scheduled:
             start = time.perf_counter()
             results = self._predict(scheduled)
-            if all(isinstance(result, Exception) for result in results):
+            # Other ranks would not take part in a forward of two tokens.
+            is_alone = not self._model.has_collective_forwards
+            if is_alone and all(isinstance(result, Exception) for result in results):
                 self._check_model()
             self._count(scheduled, time.perf_counter() - start)
             self._commit(scheduled, results)

@@ -133,9 +133,19 @@ class TokenSampler:
 class BatchSampler:
     """Samples tokens of requests with settings of their own."""
 
-    def __init__(self, device: torch.device, *, samples_alone: bool = False) -> None:
-        """``samples_alone``: requests share no computation."""
-        self._samples_alone = samples_alone
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        samples_alone: bool = False,
+        share: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            samples_alone: requests share no computation.
+            share: of all ranks, which sample alike (`Transformer.values_of_first_rank`).
+        """
+        self._samples_alone, self._share = samples_alone, share
         self._sampling_key = lru_cache(MAX_KEPT_SETTINGS)(_sampling_key)
         self._get_sampler = lru_cache(MAX_KEPT_SETTINGS)(partial(TokenSampler, device=device))
 
@@ -150,7 +160,7 @@ class BatchSampler:
             self._get_sampler(group[0].settings).sample(logits.select(group), group) for group in groups.values()
         ]
         predictions: dict[int, Predictions | ValueError] = {}
-        for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
+        for group, samples_RN in zip(groups.values(), _to_arrays(samples, self._share), strict=True):
             for request, prediction in zip(group, split_samples(samples_RN, group), strict=True):
                 predictions[id(request)] = prediction
         return [predictions[id(request)] for request in logits.requests]
@@ -213,11 +223,12 @@ class LogitRows:
         return unconditional_NV + scale * (conditional_NV.double() - unconditional_NV)
 
 
-def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+def _to_arrays(tensors: Sequence[Tensor], share: Callable[[Tensor], Tensor] | None) -> list[NDArray[np.float64]]:
     """Copies of matrices on the CPU, with one device synchronization."""
     if not tensors:
         return []
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().numpy()
+    joined = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = (joined if share is None else share(joined)).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
     return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 

@@ -28,6 +28,7 @@ from diffusionlm.inference.requests import DEFAULT_OPTIONS, ActiveRequest, Prepa
 from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderCounts
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, resolve_settings
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.patterns import DenseBias
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.requests import (
@@ -101,14 +102,12 @@ class Engine:
         self._deterministic = limits.deterministic
         self._followers = _start_followers(model, limits, device)
         model = model if self._followers is None else self._followers.model
-        self._decoder = self._build_decoder(model, limits)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
         self._adapters: dict[str, ModelAdapter] = {}
         self._load_lock = threading.Lock()
-        for name, adapter in (adapters or {}).items():
-            self.load_adapter(name, adapter)
+        self._start_decoder(model, limits, adapters or {})
         self._submitted: list[EngineRequest] = []
         """Requests that the thread has not seen yet."""
         self._aborted: list[EngineRequest] = []
@@ -124,15 +123,21 @@ class Engine:
         release_team()  # of the caller, who has loaded the model
         self._thread.start()
 
-    def _build_decoder(self, model: Transformer, limits: EngineLimits) -> Decoder:
-        """Allocate the cache, on all processes of the model."""
-        num_pages, limits = _size_cache(model, limits)
-        decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
-        if self._followers is not None:
-            assert limits.page_size is not None
-            self._followers.start_cache(num_pages, limits.page_size)
-            decoder.runner.announce = self._followers.announce
-        return decoder
+    def _start_decoder(self, model: Transformer, limits: EngineLimits, adapters: Mapping[str, ModelAdapter]) -> None:
+        """Allocate the cache, on all processes of the model, and load adapters."""
+        try:
+            num_pages, limits = _size_cache(model, limits)
+            self._decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
+            if self._followers is not None:
+                assert limits.page_size is not None
+                self._followers.start_cache(num_pages, limits.page_size)
+                self._decoder.runner.announce = self._followers.announce
+            for name, adapter in adapters.items():
+                self.load_adapter(name, adapter)
+        except BaseException:
+            if self._followers is not None:
+                self._followers.close()
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -229,7 +234,12 @@ class Engine:
         """
         handles = []
         for prepared in requests:
-            self._check_pattern(prepared.settings)
+            pattern = self._check_pattern(prepared.settings)
+            if self._followers is not None and isinstance(pattern, DenseBias) and pattern.bias.dim() == 4:
+                raise ValueError(
+                    "attention_bias has a matrix for each head, and tensor_parallel > 1 divides the heads: name one "
+                    "for all heads"
+                )
             request = ActiveRequest(prepared)
             self._decoder.scheduler.pages.check_size(request)
             handles.append(EngineRequest(request))
@@ -313,8 +323,6 @@ class Engine:
             LOGGER.exception("an error has ended the engine")
             stopped = EngineStoppedError(f"an error has ended the engine: {error}")
             stopped.__cause__ = error
-        if self._followers is not None:
-            self._followers.close(is_healthy=self._error is None)
         with self._condition:
             self._is_closing, self._step_start = True, None
             unfinished = [*self._handles.values(), *self._submitted]
@@ -326,6 +334,8 @@ class Engine:
                 self._decoder.remove(handle._request)
             except Exception:  # the decoder may be in any state after an error
                 LOGGER.exception("the pages of a request could not be freed")
+        if self._followers is not None:
+            self._followers.close(is_healthy=self._error is None)
 
     def _update(self, request: ActiveRequest, *, is_done: bool = False) -> None:
         """Let the caller see the state of a request. If that fails, this request ends, and the others go on."""

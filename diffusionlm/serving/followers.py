@@ -29,6 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from config.model import ModelConfig
+from config.training.parallel import check_tensor_ranks
 from config.training.runtime import AttentionBackend
 from ddp.mesh import Axis, Shard
 from ddp.mesh_parallel import allocate
@@ -38,6 +39,7 @@ from diffusionlm.inference.model_runner import ModelRunner
 from diffusionlm.inference.sharded_sampling import ShardedSampling
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.lora import adapter_modules
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
@@ -46,6 +48,8 @@ LOGGER = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
 """Limit of a collective."""
+LOADING_SECONDS = 600.0
+"""Limit of the start of a process, and of each weight."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,13 @@ class ModelSpec:
     device_type: str
     num_threads: int
 
-    def build(self, rank: int, size: int) -> tuple[Transformer, dict[str, Shard]]:
-        """The part of a rank on ``meta``, and where it is in the whole model. All ranks are in the default group."""
+    def build(self, rank: int, size: int, group: Any) -> tuple[Transformer, dict[str, Shard]]:
+        """The part of a rank on ``meta``, and where it is in the whole model. All ranks are in the group."""
         with torch.device("meta"):
             model = Transformer(self.config, attention_backend=self.attention_backend)
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self.dtypes[name])
-        return model.eval(), apply_tensor_parallel(model, Axis(size, rank, dist.group.WORLD))
+        return model.eval(), apply_tensor_parallel(model, Axis(size, rank, group))
 
     def device(self, rank: int) -> torch.device:
         """The GPU of a rank, or the CPU."""
@@ -87,7 +91,8 @@ class Followers:
             device_type: ``cpu``, or ``cuda`` for one GPU for each.
 
         Raises:
-            ValueError: a process group exists, there are fewer GPUs, or the ranks do not divide the model.
+            ValueError: a process group exists, there are fewer GPUs, the ranks do not divide the model, or it has an
+                adapter.
             RuntimeError: a process died.
         """
         self._parts: WeakKeyDictionary[ModelAdapter, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -96,6 +101,11 @@ class Followers:
         """Numbers of the adapters that the other processes have."""
         if dist.is_initialized():
             raise ValueError("tensor_parallel > 1 needs a process without a process group: start the engine alone")
+        check_tensor_ranks(model.config, size, "tensor_parallel")
+        if any(adapter_modules(model)):
+            raise ValueError(
+                "tensor_parallel > 1 divides a model without an adapter: merge it with diffusionlm-convert"
+            )
         if device_type == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(f"tensor_parallel = {size}, but this machine has {torch.cuda.device_count()} GPUs")
         self._directory = tempfile.TemporaryDirectory(prefix="diffusionlm-ranks-")
@@ -112,10 +122,10 @@ class Followers:
             process.start()
         try:
             torch.set_num_threads(num_threads)
-            _join(self._spec, 0, size, store)
-            self.model, own = self._spec.build(0, size)
+            self._group = _join(self._spec, 0, size, store)
+            self.model, own = self._spec.build(0, size, self._group)
             allocate(self.model, self._spec.device(0))
-            self._shards = [own, *(self._spec.build(rank, size)[1] for rank in range(1, size))]
+            self._shards = [own, *(self._spec.build(rank, size, self._group)[1] for rank in range(1, size))]
             local = dict(self.model.named_parameters())
             for name, whole in parameters.items():
                 _fill(local[name], own[name].select(whole.detach()))
@@ -136,7 +146,9 @@ class Followers:
             if adapter.number not in self._sent:
                 self._send(("adapter", adapter.number, self._parts[adapter]))
                 self._sent.add(adapter.number)
-        gone = self._sent - {adapter.number for adapter in self._parts}
+        # A list of references: another thread may add an adapter meanwhile.
+        adapters = (reference() for reference in self._parts.keyrefs())
+        gone = self._sent - {adapter.number for adapter in adapters if adapter is not None}
         if gone:
             self._send(("forget", gone))
             self._sent -= gone
@@ -148,8 +160,8 @@ class Followers:
             {name: _divide_part(part, shards.get(f"{name}.weight")) for name, part in adapter.parts.items()}
             for shards in self._shards
         ]
-        own = replace(adapter, parts=parts[0])
-        self._parts[own] = parts
+        own = replace(adapter, parts=_move_parts(parts[0], self._spec.device(0)))
+        self._parts[own] = [_move_parts(part, torch.device("cpu")) for part in parts]
         return own
 
     def ping(self) -> None:
@@ -161,27 +173,33 @@ class Followers:
         self._send(("ping",))
 
     def close(self, *, is_healthy: bool = False) -> None:
-        """End the processes."""
-        if is_healthy:
-            self._send(("stop",))
-        for process in self._processes:
-            process.join(TIMEOUT_SECONDS if is_healthy else 0.0)
-            process.kill()
-            process.join()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._directory.cleanup()
+        """End the processes: with ``is_healthy`` by a message, else at once."""
+        try:
+            if is_healthy:
+                self._send(("stop",))
+        except RuntimeError as error:
+            LOGGER.warning("a process of the model was lost: %s", error)
+            is_healthy = False
+        finally:
+            for process in self._processes:
+                process.join(TIMEOUT_SECONDS if is_healthy else 0.0)
+                process.kill()
+                process.join()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._directory.cleanup()
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        dist.broadcast_object_list([message], src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list([message], src=0, group=self._group, device=torch.device("cpu"))
 
 
 def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
     """Compute the forwards that the leader announces, until it stops or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the leader's
+    for stop in (signal.SIGINT, signal.SIGTERM):  # to the whole group of processes: the leader ends this one
+        signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(spec.num_threads)
-    _join(spec, rank, size, store)
-    model, shards = spec.build(rank, size)
+    group = _join(spec, rank, size, store)
+    model, shards = spec.build(rank, size, group)
     allocate(model, spec.device(rank))
     for name, parameter in model.named_parameters():
         part = torch.empty(shards[name].shape, dtype=spec.dtypes[name])
@@ -191,12 +209,13 @@ def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
     try:
         while True:
             message: list[Any] = [None]
-            dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(message, src=0, group=group, device=torch.device("cpu"))
             match message[0]:
                 case ("cache", int(num_pages), int(page_size)):
                     runner = ModelRunner(model, build_cache(model, num_pages, page_size))
                 case ("adapter", int(number), [*parts]):
-                    adapters[number] = ModelAdapter(parts[rank], parts[rank], number)
+                    own = _move_parts(parts[rank], spec.device(rank))
+                    adapters[number] = ModelAdapter(own, own, number)
                     runner.prepare_adapter(adapters[number])
                 case ("forget", set(numbers)):
                     adapters = {number: own for number, own in adapters.items() if number not in numbers}
@@ -247,6 +266,15 @@ def _divide_part(part: Any, shard: Shard | None) -> Any:
     return replace(part, A=part.A[:, columns].contiguous(), B=part.B[rows].contiguous(), row_factor=row_factor)
 
 
+def _move_parts(parts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy what an adapter adds to a device."""
+    moved = {}
+    for name, part in parts.items():
+        tensors = {key: value.to(device) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        moved[name] = replace(part, **tensors)
+    return moved
+
+
 @torch.no_grad()
 def _fill(parameter: torch.Tensor, part: torch.Tensor) -> None:
     """Copy a part; rows behind it are padding."""
@@ -254,7 +282,8 @@ def _fill(parameter: torch.Tensor, part: torch.Tensor) -> None:
     parameter[: len(part)].copy_(part)
 
 
-def _join(spec: ModelSpec, rank: int, size: int, store: str) -> None:
+def _join(spec: ModelSpec, rank: int, size: int, store: str) -> Any:
+    """Join the processes. Returns the group of messages and forwards; weights have more time, as files may be slow."""
     backend = "gloo" if spec.device_type == "cpu" else "cpu:gloo,cuda:nccl"
     device = spec.device(rank) if spec.device_type == "cuda" else None
     if device is not None:
@@ -264,6 +293,7 @@ def _join(spec: ModelSpec, rank: int, size: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=LOADING_SECONDS),
         device_id=device,
     )
+    return dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
