@@ -25,7 +25,7 @@ from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_pool, take_graphs
 from diffusionlm.inference.model_runner import FixedShapeRunner, ModelRunner, ScheduledRequest, prepare_for_tiles
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.sampling import BatchSampler, LogitRows, split_samples
+from diffusionlm.inference.sampling import BatchSampler, LogitRows, read_samples
 from diffusionlm.inference.scheduler import (
     PAGE_SIZE,
     TOKEN_BOUNDS,
@@ -196,7 +196,7 @@ class Decoder:
             if sampling is None:
                 sampled = iter(self._sample(LogitRows(outputs, decoded)))
             else:
-                sampled = iter(split_samples(outputs.cpu().numpy(), decoded))
+                sampled = iter(read_samples(outputs, decoded))
             return [next(sampled) if item.is_decoded else None for item in scheduled]
         # Outside of the handler, so that nothing of the failed forward is in memory anymore.
         half = len(scheduled) // 2

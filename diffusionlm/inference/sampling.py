@@ -161,7 +161,7 @@ class BatchSampler:
         ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples, self._share), strict=True):
-            for request, prediction in zip(group, split_samples(samples_RN, group), strict=True):
+            for request, prediction in zip(group, _split_samples(samples_RN, group), strict=True):
                 predictions[id(request)] = prediction
         return [predictions[id(request)] for request in logits.requests]
 
@@ -223,7 +223,7 @@ class LogitRows:
         return unconditional_NV + scale * (conditional_NV.double() - unconditional_NV)
 
 
-def _to_arrays(tensors: Sequence[Tensor], share: Callable[[Tensor], Tensor] | None) -> list[NDArray[np.float64]]:
+def _to_arrays(tensors: Sequence[Tensor], share: Callable[[Tensor], Tensor] | None = None) -> list[NDArray[np.float64]]:
     """Copies of matrices on the CPU, with one device synchronization."""
     if not tensors:
         return []
@@ -233,9 +233,16 @@ def _to_arrays(tensors: Sequence[Tensor], share: Callable[[Tensor], Tensor] | No
     return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
-def split_samples(samples_RN: NDArray[np.float64], requests: Sequence[ActiveRequest]) -> list[Predictions | ValueError]:
-    """Predictions for each request from the samples of the positions of all (`TokenSampler.sample`); an error where the
-    model's probabilities are not finite."""
+def read_samples(samples_RN: Tensor, requests: Sequence[ActiveRequest]) -> list[Predictions | ValueError]:
+    """Predictions for each request from the samples of the positions of all, with one device synchronization; an error
+    where the model's probabilities are not finite."""
+    [array_RN] = _to_arrays([samples_RN])
+    return _split_samples(array_RN, requests)
+
+
+def _split_samples(
+    samples_RN: NDArray[np.float64], requests: Sequence[ActiveRequest]
+) -> list[Predictions | ValueError]:
     ends = np.cumsum([len(request.output_positions) for request in requests])[:-1]
     return [_to_predictions(part_RN) for part_RN in np.split(samples_RN, ends, axis=1)]
 

@@ -18,7 +18,7 @@ from config.generation import GenerationConfig
 from diffusionlm.inference import sampling
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, Predictions, RequestOptions
-from diffusionlm.inference.sampling import BatchSampler, LogitRows, split_samples
+from diffusionlm.inference.sampling import BatchSampler, LogitRows, read_samples
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.sharded_sampling import (
     CombinedDistribution,
@@ -113,10 +113,10 @@ def test_samples_are_those_of_whole_logits(model: Transformer, num_ranks: int, m
     together, *others = sample_on_ranks(requests, logits_NV, num_ranks)
     assert all(torch.equal(other, together) for other in others)
     parts = logits_NV.split([len(request.output_positions) for request in requests])
-    joint = split_samples(together.numpy(), requests)
+    joint = read_samples(together, requests)
     for request, part_NV, ours, theirs in zip(requests, parts, joint, expected, strict=True):
         assert_equal_predictions(request, ours, theirs)
-        [own] = split_samples(sample_on_ranks([request], part_NV, num_ranks)[0].numpy(), [request])
+        [own] = read_samples(sample_on_ranks([request], part_NV, num_ranks)[0], [request])
         assert_equal_predictions(request, own, theirs)
 
 
@@ -158,7 +158,7 @@ def test_values_that_are_not_finite_are_errors(model: Transformer, value: float,
     for token in (0, 15):
         logits_NV = make_logits(len(request.output_positions))
         logits_NV[2, token] = value
-        [result] = split_samples(sample_on_ranks([request], logits_NV, 2)[0].numpy(), [request])
+        [result] = read_samples(sample_on_ranks([request], logits_NV, 2)[0], [request])
         assert isinstance(result, ValueError)
 
 
