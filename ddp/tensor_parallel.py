@@ -192,9 +192,11 @@ class _Division:
         offsets[dim], sizes[dim] = part.start, part.size
         has_copies = part.num_holders > 1
         shard = Shard(tuple(offsets), torch.Size(sizes), parameter.shape, part.num_holders, has_copies)
-        values = shard.select(parameter.detach())
-        padding = values.new_zeros(max(0, (num_rows or 0) - len(values)), *sizes[1:])
-        own = nn.Parameter(torch.cat([values, padding]), requires_grad=parameter.requires_grad)
+        values = torch.empty(num_rows or sizes[0], *sizes[1:], dtype=parameter.dtype, device=parameter.device)
+        if not parameter.is_meta:  # there most operators load torch's compiler
+            values[: sizes[0]] = shard.select(parameter.detach())
+            values[sizes[0] :] = 0.0
+        own = nn.Parameter(values, requires_grad=parameter.requires_grad)
         setattr(module, key, own)
         self.shards[own] = shard
 

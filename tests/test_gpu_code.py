@@ -23,14 +23,17 @@ ALLOWED = {
     "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "weights that are hashed, part by part",
     "diffusionlm/checkpoints/weights.py:save_weights": "weights that are written",
     "diffusionlm/training/checkpointing/staging.py:copy": "all copies of a checkpoint: once",
+    "ddp/context_parallel.py:gather_losses": "positions on the CPU",
     "ddp/fully_sharded.py:_gather": "a whole parameter that is written",
-    "ddp/replicas.py:check_replicas_equal": "hashes of all parameters: once in a checkpoint",
+    "ddp/mesh_parallel.py:iterate_whole_parameters": "a part of a parameter that is written",
+    "ddp/replicas.py:check_equal": "hashes of all parameters: once in a checkpoint",
     # tensors on the CPU
     "diffusionlm/diffusion/layout.py:build_noised_batch": "batches are noised on the CPU",
     "diffusionlm/inference/strategy.py:dream_tokens_per_step": "a schedule of a request",
     "diffusionlm/models/tiled.py:build_tiles": "tiles are for the CPU",
     # results
     "diffusionlm/evaluation/likelihood/copies.py:_read_logits": "log-probabilities: once in a forward",
+    "diffusionlm/serving/followers.py:__init__": "weights that are sent at the start",
     "diffusionlm/evaluation/lm_eval/adapter.py:all_gather": "results of the harness",
     "diffusionlm/evaluation/nelbo.py:nelbo": "inputs of the caller, which are noised on the CPU",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses: once in a forward",
