@@ -343,6 +343,11 @@ class TrainConfig(Section):
                 f"parallel.tensor = {parallel.tensor}, context = {parallel.context} and expert = {parallel.expert} do "
                 f"not combine with {conflict}: remove it, or set the mesh to 1"
             )
+        if parallel.sequence_norms and self.row_length % (parallel.tensor * parallel.context):
+            raise ValueError(
+                f"data.row_length = {self.row_length} must be a multiple of parallel.tensor * parallel.context = "
+                f"{parallel.tensor * parallel.context} with parallel.sequence_norms"
+            )
         if self.row_length % (2 * parallel.context):
             raise ValueError(
                 f"data.row_length = {self.row_length} must be a multiple of 2 * parallel.context = "

@@ -47,11 +47,13 @@ class MeshParallel:
         build_strategy: BuildStrategy,
         *,
         has_sharded_weights: bool,
+        sequence_norms: bool = False,
     ) -> None:
         """Divide a model on ``meta``, which `materialize` allocates.
 
         Args:
             has_sharded_weights: whether the strategy allocates the model itself (FSDP).
+            sequence_norms: of `apply_tensor_parallel`.
 
         Raises:
             ValueError: the mesh does not fit the model; names the key.
@@ -66,7 +68,7 @@ class MeshParallel:
             replicated = {name for name in replicated if ".experts." not in name}
         self.shards = {name: Shard.whole(parameter.shape) for name, parameter in model.named_parameters()}
         if mesh.tensor.size > 1:
-            self.shards = apply_tensor_parallel(self.model, mesh.tensor)
+            self.shards = apply_tensor_parallel(self.model, mesh.tensor, sequence_norms=sequence_norms)
         replicas = world.along(mesh.replicas)
         self.model.has_collective_forwards = True
         # Functions, which a copy of the model shares: a process group cannot be copied.

@@ -86,8 +86,16 @@ def apply_parallelism(
         case _ if world.mesh.is_divided:
             from ddp.mesh_parallel import MeshParallel
 
-            is_sharded = isinstance(parallel, FSDP) and world.mesh.replicas.size > 1
-            return MeshParallel(model, world, device, units, build_strategy, has_sharded_weights=is_sharded)
+            assert not isinstance(parallel, SingleProcess)
+            return MeshParallel(
+                model,
+                world,
+                device,
+                units,
+                build_strategy,
+                has_sharded_weights=isinstance(parallel, FSDP) and world.mesh.replicas.size > 1,
+                sequence_norms=parallel.sequence_norms,
+            )
         case SingleProcess():
             return NoParallel(model)
         case DDP() if world.is_single_process:

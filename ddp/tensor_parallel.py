@@ -8,6 +8,7 @@ Shapes: n ranks, V vocabulary, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ COLUMN_PARAMETERS = ("weight", "lora_A")
 """Parameters of a projection that are divided with its inputs, by columns."""
 
 
-def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
+def apply_tensor_parallel(model: Transformer, axis: Axis, *, sequence_norms: bool = False) -> dict[str, Shard]:
     """Replace the parameters of a model by this rank's parts, in place, and add the collectives to its modules.
 
     Names, dtype, `requires_grad` and tied weights stay. A model on ``meta`` stays there: the caller copies
@@ -41,6 +42,10 @@ def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
 
     Call it after `add_adapter`, and before the model is compiled. All ranks of the axis then run each forward and
     backward with the same inputs.
+
+    Args:
+        sequence_norms: in training forwards each rank has 1 / n of the positions between attention and feed-forward of
+            all blocks but the last one, which has few positions.
 
     Returns:
         The part of each parameter, by name. A part that several ranks have is `num_holders` times in the model, and its
@@ -59,7 +64,9 @@ def apply_tensor_parallel(model: Transformer, axis: Axis) -> dict[str, Shard]:
             division.divide_feed_forward(block.mlp)
         model.vocabulary_shard = division.divide_vocabulary(model)
         model.has_collective_forwards = True
-        _add_collectives(model, axis, model.vocabulary_shard)
+        _add_collectives(model, axis, model.vocabulary_shard, sequence_norms=sequence_norms)
+        for block in model.model.layers[:-1] if sequence_norms else ():
+            division.mark_partial(*(value for name, value in block.named_parameters() if "layernorm" in name))
     return {
         name: division.shards.get(parameter, Shard.whole(parameter.shape, axis.size))
         for name, parameter in model.named_parameters()
@@ -118,12 +125,12 @@ class _Division:
         self._divide_outputs(attention.k_proj, keys)
         self._divide_outputs(attention.v_proj, keys)
         self._divide_inputs(attention.o_proj, queries)
-        self._mark_partial(*attention.q_norm.parameters(), *attention.k_norm.parameters())
+        self.mark_partial(*attention.q_norm.parameters(), *attention.k_norm.parameters())
 
     def divide_feed_forward(self, mlp: nn.Module) -> None:
         """Divide the inner width, also of each expert that has projections."""
         if isinstance(mlp, MoE):
-            self._mark_partial(*mlp.gate.parameters())
+            self.mark_partial(*mlp.gate.parameters())
             for expert in mlp.experts:
                 self.divide_feed_forward(expert)
         elif isinstance(mlp, SwiGLU):
@@ -169,7 +176,7 @@ class _Division:
             if key in ROW_PARAMETERS:
                 self._replace(projection, key, 0, outputs, num_rows)
             else:
-                self._mark_partial(parameter)
+                self.mark_partial(parameter)
         projection.out_features = num_rows or outputs.size
 
     def _divide_inputs(self, projection: Linear, inputs: _Range) -> None:
@@ -177,10 +184,10 @@ class _Division:
             if key in COLUMN_PARAMETERS:
                 self._replace(projection, key, 1, inputs)
             elif key != "bias":  # its gradient is that of the summed outputs
-                self._mark_partial(parameter)
+                self.mark_partial(parameter)
         projection.in_features = inputs.size
 
-    def _mark_partial(self, *parameters: nn.Parameter) -> None:
+    def mark_partial(self, *parameters: nn.Parameter) -> None:
         """Note parameters that each rank has whole, but whose gradient is that of the rank's heads or inner width."""
         for parameter in parameters:
             self.shards[parameter] = Shard.whole(parameter.shape, self.axis.size, has_partial_gradient=True)
@@ -201,29 +208,21 @@ class _Division:
         self.shards[own] = shard
 
 
-def _add_collectives(model: Transformer, axis: Axis, vocabulary: VocabularyShard) -> None:
+def _add_collectives(model: Transformer, axis: Axis, vocabulary: VocabularyShard, *, sequence_norms: bool) -> None:
     """Add hooks to the modules. They are plain functions, which a deep copy of the model shares."""
-    group = axis.group
-
-    def sum_input_gradient(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _SumGradients.apply(inputs[0], group), *inputs[1:]
+    group, blocks = axis.group, list(model.model.layers)
+    for block in blocks:
+        assert isinstance(block, Block)
+        before, sum_heads, sum_inner = _build_block_hooks(axis, divides=sequence_norms and block is not blocks[-1])
+        block.self_attn.register_forward_pre_hook(before)
+        block.self_attn.register_forward_hook(sum_heads)
+        block.mlp.register_forward_pre_hook(before)
+        block.mlp.register_forward_hook(sum_inner)
+    if sequence_norms and len(blocks) > 1:
+        _divide_positions(blocks[0], blocks[-1], axis)
 
     def sum_hidden_gradient(_module: nn.Module, _inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
         return _SumGradients.apply(hidden, group)  # type: ignore[no-any-return]
-
-    def sum_heads(module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(module, Attention)
-        bias = module.o_proj.bias
-        if bias is not None and axis.rank:  # the first rank adds it
-            output = output - bias.detach().to(output.dtype)
-        return _SumOutputs.apply(output, group)  # type: ignore[no-any-return]
-
-    def sum_inner(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        routings = inputs[1].routings if len(inputs) > 1 and inputs[1] is not None else None
-        if routings:  # each rank computes the whole load-balancing loss, and the router's gradient is summed
-            probabilities_TE = _ScaleGradient.apply(routings[-1].probabilities_TE, 1 / axis.size)
-            routings[-1] = replace(routings[-1], probabilities_TE=probabilities_TE)
-        return _SumOutputs.apply(output, group)  # type: ignore[no-any-return]
 
     def gather_logits(module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | LossOutput) -> Tensor | LossOutput:
         assert isinstance(module, Transformer)
@@ -235,12 +234,6 @@ def _add_collectives(model: Transformer, axis: Axis, vocabulary: VocabularyShard
         whole: Tensor = _GatherColumns.apply(output, axis)
         return whole[..., : vocabulary.vocab_size]
 
-    for block in model.model.layers:
-        assert isinstance(block, Block)
-        block.self_attn.register_forward_pre_hook(sum_input_gradient)
-        block.self_attn.register_forward_hook(sum_heads)
-        block.mlp.register_forward_pre_hook(sum_input_gradient)
-        block.mlp.register_forward_hook(sum_inner)
     model.model.norm.register_forward_hook(sum_hidden_gradient)
     model.register_forward_hook(gather_logits)
     embedding = model.model.embed_tokens
@@ -251,6 +244,62 @@ def _add_collectives(model: Transformer, axis: Axis, vocabulary: VocabularyShard
         return _SumOutputs.apply(torch.where(is_own[..., None], look_up(rows), 0.0), group)  # type: ignore[no-any-return]
 
     embedding.forward = embed  # type: ignore[method-assign, assignment]
+
+
+def _build_block_hooks(axis: Axis, *, divides: bool) -> tuple[Callable[..., Any], ...]:
+    """Hooks before attention and feed-forward, after attention, and after the feed-forward.
+
+    With ``divides`` their inputs and outputs are this rank's positions, in forwards with gradient.
+    """
+    group = axis.group
+
+    def sum_input_gradient(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if divides and torch.is_grad_enabled():
+            return _GatherPositions.apply(inputs[0], axis, True), *inputs[1:]
+        return _SumGradients.apply(inputs[0], group), *inputs[1:]
+
+    def sum_output(output: Tensor) -> Tensor:
+        if divides and torch.is_grad_enabled():
+            return _SumPositions.apply(output, axis)  # type: ignore[no-any-return]
+        return _SumOutputs.apply(output, group)  # type: ignore[no-any-return]
+
+    def sum_heads(module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, Attention)
+        bias = module.o_proj.bias
+        if bias is not None and axis.rank:  # the first rank adds it
+            output = output - bias.detach().to(output.dtype)
+        return sum_output(output)
+
+    def sum_inner(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        routings = inputs[1].routings if len(inputs) > 1 and inputs[1] is not None else None
+        if routings:  # each rank computes the whole load-balancing loss, and the router's gradient is summed
+            probabilities_TE = _ScaleGradient.apply(routings[-1].probabilities_TE, 1 / axis.size)
+            routings[-1] = replace(routings[-1], probabilities_TE=probabilities_TE)
+        return sum_output(output)
+
+    return sum_input_gradient, sum_heads, sum_inner
+
+
+def _divide_positions(first: nn.Module, last: nn.Module, axis: Axis) -> None:
+    """Let blocks from the first to the one before the last have this rank's positions, in forwards with gradient."""
+
+    def take_positions(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return inputs
+        if inputs[0].shape[1] % axis.size:
+            raise ValueError(
+                f"parallel.sequence_norms divides {inputs[0].shape[1]} positions over {axis.size} ranks: make "
+                "data.row_length a multiple of parallel.tensor, or leave it out"
+            )
+        return _TakePositions.apply(inputs[0], axis), *inputs[1:]
+
+    def gather_positions(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return inputs
+        return _GatherPositions.apply(inputs[0], axis, False), *inputs[1:]
+
+    first.register_forward_pre_hook(take_positions)
+    last.register_forward_pre_hook(gather_positions)
 
 
 def _sum_over_ranks(x: Tensor, group: Any) -> Tensor:
@@ -283,6 +332,65 @@ class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def _gather_positions(x_BID: Tensor, axis: Axis) -> Tensor:
+    own = x_BID.transpose(0, 1).contiguous()
+    whole = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
+    dist.all_gather_into_tensor(whole, own, group=axis.group)
+    return whole.transpose(0, 1)
+
+
+def _sum_positions(x_BLD: Tensor, axis: Axis) -> Tensor:
+    whole = x_BLD.transpose(0, 1).contiguous()
+    own = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, whole, group=axis.group)
+    return own.transpose(0, 1)
+
+
+def _take_positions(x_BLD: Tensor, axis: Axis) -> Tensor:
+    size = x_BLD.shape[1] // axis.size
+    return x_BLD.narrow(1, axis.rank * size, size).contiguous()
+
+
+class _GatherPositions(torch.autograd.Function):
+    """The positions of all ranks, [B, L, D], of each rank's own, [B, L / n, D]. The gradient is the sum of the ranks'
+    gradients at the own positions, or with ``sums`` false one of them: they are equal."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BID: Tensor, axis: Axis, sums: bool) -> Tensor:
+        ctx.axis, ctx.return_gradient = axis, _sum_positions if sums else _take_positions
+        return _gather_positions(x_BID, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.return_gradient(grads[0], ctx.axis), None, None
+
+
+class _SumPositions(torch.autograd.Function):
+    """The sum over the ranks at this rank's own positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLD: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _sum_positions(x_BLD, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather_positions(grads[0], ctx.axis), None
+
+
+class _TakePositions(torch.autograd.Function):
+    """This rank's own positions of an input that all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLD: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _take_positions(x_BLD, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather_positions(grads[0], ctx.axis), None
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -35,6 +35,9 @@ class MultiProcessOptions(Section):
     tensor: PositiveInt = 1
     """Ranks that divide each matrix: heads, inner widths and the vocabulary. They load the same sequences. The other
     ranks, after ``tensor``, ``context`` and ``expert``, have other data."""
+    sequence_norms: bool = False
+    """With ``tensor``: between attention and feed-forward each rank keeps its own part of the positions, so that norms
+    and the residual stream are divided as well (Korthikanti et al. 2022): less memory, the same traffic."""
     context: PositiveInt = 1
     """Ranks that divide each sequence of a training step."""
     expert: PositiveInt = 1

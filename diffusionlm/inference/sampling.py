@@ -286,7 +286,7 @@ class LogitChanges:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is changed."""
+        """True if no logit is changed."""
         return not (self._changes or self._allowed_tokens)
 
     def apply(self, logits_NV: Tensor, first_row: int) -> Tensor:

@@ -56,6 +56,7 @@ class Case:
     lora: dict[str, Any] | None = None
     checkpointing: Any = "none"
     dtype: torch.dtype = torch.float64
+    sequence_norms: bool = False
 
     def build(self, tiny_model: MakeModel) -> Transformer:
         """The whole model, with an adapter that is not at its start."""
@@ -92,6 +93,10 @@ CASES = {
     "low rank, row norms, dropout": Case(
         2,
         lora={"rank": 2, "targets": ("k_proj", "up_proj"), "dora": True, "dropout": 0.3, "modules_to_save": ("norm",)},
+    ),
+    "divided norms": Case(2, {"attention_output_bias": True, "num_key_value_heads": 4}, sequence_norms=True),
+    "divided norms, experts": Case(
+        2, MIXTURE, {"load_balancing_weight": 3.0}, checkpointing="full", sequence_norms=True
     ),
     "full checkpointing": Case(2, MIXTURE, {"load_balancing_weight": 3.0}, checkpointing="full"),
     "selective checkpointing": Case(
@@ -180,7 +185,7 @@ def test_a_divided_model_equals_a_whole_one(name: str, tiny_model: MakeModel, tm
     def act(world: World) -> tuple[dict[str, Shard], Result]:
         model = case.build(tiny_model)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        shards = apply_tensor_parallel(model, axis_of(world))
+        shards = apply_tensor_parallel(model, axis_of(world), sequence_norms=case.sequence_norms)
         parameters = dict(model.named_parameters())
         assert shards.keys() == parameters.keys()
         assert {name for name, parameter in parameters.items() if parameter.requires_grad} == trained
