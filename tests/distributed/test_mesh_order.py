@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from tests.conftest import MakeConfig
 from tests.fake_cuda import even_experts, fake_cuda
 
 CUDA, NUM_RANKS = torch.device("cuda"), 8
+BATCH, LENGTH, NUM_OUTPUTS = 2, 32, 16
+"""Rows, positions of both halves, and positions of the loss."""
 COLLECTIVES = (
     "all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast",
     "all_gather_object",
@@ -81,11 +84,11 @@ def list_collectives(rank: int, parallel: DDP, config: ModelConfig) -> list[Coll
             mesh.materialize(lambda: lambda name: torch.zeros(shapes[name]))
             events.clear()
             batch = NoisedBatch(
-                torch.zeros(2, 32, dtype=torch.int64),
+                torch.zeros(BATCH, LENGTH, dtype=torch.int64),
                 BlockDiffusion(4),
-                torch.arange(0, 64, 4),
-                torch.zeros(16, dtype=torch.int64),
-                torch.ones(16, dtype=torch.float64),
+                torch.arange(0, BATCH * LENGTH, BATCH * LENGTH // NUM_OUTPUTS),
+                torch.zeros(NUM_OUTPUTS, dtype=torch.int64),
+                torch.ones(NUM_OUTPUTS, dtype=torch.float64),
             )
             batch = split_batch(batch, world.mesh.context).to(CUDA)
             with mesh.backward(is_last=True):
@@ -104,6 +107,15 @@ def list_collectives(rank: int, parallel: DDP, config: ModelConfig) -> list[Coll
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def config(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: NUM_RANKS)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return make_config(num_attention_heads=4, num_key_value_heads=2, router_aux_loss_coef=0.1, **experts)
+
+
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -114,18 +126,27 @@ def list_collectives(rank: int, parallel: DDP, config: ModelConfig) -> list[Coll
     ],
     ids=lambda parallel: f"tensor {parallel.tensor}, context {parallel.context}, expert {parallel.expert}",
 )
-def test_all_ranks_make_the_same_collectives(
-    parallel: DDP, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_make_the_same_collectives(parallel: DDP, config: ModelConfig) -> None:
     """In one order: what a rank waits for, the other members of the group do as well."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: NUM_RANKS)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    config = make_config(num_attention_heads=4, num_key_value_heads=2, router_aux_loss_coef=0.1, **experts)
     by_rank = [list_collectives(rank, parallel, config) for rank in range(NUM_RANKS)]
     kinds = [[(event.name, len(event.ranks)) for event in events] for events in by_rank]
     assert all(kind == kinds[0] for kind in kinds) and len(kinds[0]) >= 10
     for group in {event.ranks for events in by_rank for event in events}:
         sequences = [[event for event in by_rank[rank] if event.ranks == group] for rank in group]
         assert all(sequence == sequences[0] for sequence in sequences), group
+
+
+def test_bytes_are_those_of_the_formulae(config: ModelConfig) -> None:
+    """Of the tensor and the context axis, in a step: docs/distributed.md. The last layer has inputs at all
+    positions, and outputs at those of the loss."""
+    events = Counter(list_collectives(0, DDP(tensor=2, context=2, expert=2), config))
+    rows, outputs, row_bytes = BATCH * LENGTH // 2, NUM_OUTPUTS // 2, 4 * config.hidden_size
+    sums = {size: events[Collective((0, 1), "all_reduce", size * row_bytes)] for size in (rows, outputs)}
+    num_full = config.num_hidden_layers - 1
+    # Embedding, both halves of a layer forward and backward, and the input of the last attention; in the last layer its
+    # outputs, those of the feed-forward, their gradients' sum, and the head's.
+    assert sums == {rows: 1 + 4 * num_full + 1, outputs: 4}
+    assert sum(sums.values()) == 4 * config.num_hidden_layers + 2
+    key_bytes = 4 * 2 * BATCH * LENGTH * config.num_key_value_heads // 2 * config.head_dim
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert events[Collective((0, 2), name, key_bytes)] == config.num_hidden_layers
