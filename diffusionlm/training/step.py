@@ -161,7 +161,7 @@ def backward_micro_batches(
     of a mesh, else on its rank.
     """
     num_micro_batches, world = len(batch.noised_batches), state.parallel.world
-    num_tensor_ranks, context = world.mesh.tensor.size, world.mesh.context  # the first compute the same losses
+    context = world.mesh.context
     num_means = 1 if world.mesh.is_divided else world.size  # a mesh computes one mean over all ranks
     load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * num_means)
     weighed_losses = weigh_micro_batches(state, batch, settings)
@@ -200,10 +200,12 @@ def backward_micro_batches(
         if weighed is not None and weighed.observe is not None:
             weighed.observe(output.nll_N.detach())
         state.master_weights.accumulate_gradients()
-        loss += (output.loss_sum.detach() if weighed is None else weighed.loss) / num_tensor_ranks
+        loss += output.loss_sum.detach() if weighed is None else weighed.loss
         if output.load_balancing_loss is not None:
-            load_balancing_loss += output.load_balancing_loss.detach() / num_tensor_ranks
+            load_balancing_loss += output.load_balancing_loss.detach()
     world.all_reduce_on_device(sums)
+    if world.mesh.tensor.size > 1:  # these ranks compute the same losses
+        sums.div_(world.mesh.tensor.size)
     return loss, load_balancing_loss
 
 

@@ -15,6 +15,7 @@ from config.finetune.lora import LoraConfig
 from config.finetune.preference import DPOLossConfig
 from config.model import ModelConfig
 from config.training.objective import BlockDiffusionConfig as BlockDiffusionObjective
+from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.preference import PreferenceLoss
@@ -125,7 +126,10 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig, monkeypatch:
     )
     state = SimpleNamespace(model=SimpleNamespace(config=config), model_loss=None)
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(device=torch.device("cpu")), state=state, config=SimpleNamespace(lora=None)
+        settings=SimpleNamespace(device=torch.device("cpu")),
+        state=state,
+        config=SimpleNamespace(lora=None),
+        world=SINGLE_PROCESS,
     )
     assert count_peak_seconds(run, [draw]) is None
     run.settings.device = torch.device("cuda")
