@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from config.training.parallel import FSDP, MultiProcessOptions
 from ddp.all_to_all_rows import AllToAllRows, TensorMatrixExchange
 from ddp.buckets import ParameterUnit
 from ddp.expert_parallel import apply_expert_parallel
@@ -41,26 +42,21 @@ class MeshParallel:
     def __init__(
         self,
         model: nn.Module,
+        parallel: MultiProcessOptions,
         world: World,
         device: torch.device,
         units: Sequence[ParameterUnit],
         build_strategy: BuildStrategy,
-        *,
-        has_sharded_weights: bool,
-        sequence_norms: bool = False,
     ) -> None:
         """Divide a model on ``meta``, which `materialize` allocates.
-
-        Args:
-            has_sharded_weights: whether the strategy allocates the model itself (FSDP).
-            sequence_norms: of `apply_tensor_parallel`.
 
         Raises:
             ValueError: the mesh does not fit the model; names the key.
         """
         self.model = cast(Any, model)
         self.world, self.device, self._build_strategy = world, device, build_strategy
-        self._has_sharded_weights = has_sharded_weights
+        # FSDP allocates the model itself.
+        self._has_sharded_weights = isinstance(parallel, FSDP) and world.mesh.replicas.size > 1
         self.whole_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         mesh, replicated = world.mesh, set(self.whole_shapes)
         if mesh.expert.size > 1:
@@ -68,7 +64,7 @@ class MeshParallel:
             replicated = {name for name in replicated if ".experts." not in name}
         self.shards = {name: Shard.whole(parameter.shape) for name, parameter in model.named_parameters()}
         if mesh.tensor.size > 1:
-            self.shards = apply_tensor_parallel(self.model, mesh.tensor, sequence_norms=sequence_norms)
+            self.shards = apply_tensor_parallel(self.model, mesh.tensor, sequence_norms=parallel.sequence_norms)
         replicas = world.along(mesh.replicas)
         self.model.has_collective_forwards = True
         # Functions, which a copy of the model shares: a process group cannot be copied.

@@ -87,15 +87,7 @@ def apply_parallelism(
             from ddp.mesh_parallel import MeshParallel
 
             assert not isinstance(parallel, SingleProcess)
-            return MeshParallel(
-                model,
-                world,
-                device,
-                units,
-                build_strategy,
-                has_sharded_weights=isinstance(parallel, FSDP) and world.mesh.replicas.size > 1,
-                sequence_norms=parallel.sequence_norms,
-            )
+            return MeshParallel(model, parallel, world, device, units, build_strategy)
         case SingleProcess():
             return NoParallel(model)
         case DDP() if world.is_single_process:

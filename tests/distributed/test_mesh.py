@@ -59,21 +59,16 @@ def configure(config: TrainConfig, folder: Path, **sections: dict[str, Any]) -> 
 
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "expert": (2, DDP | {"expert": 2}, MOE),
     "expert, ddp": (4, DDP | {"expert": 2}, MOE),
     "expert, fsdp": (4, FSDP | {"expert": 2}, MOE),
     "tensor": (2, DDP | {"tensor": 2}, DENSE | {"tie_word_embeddings": False}),
     "tensor, replicated heads": (4, DDP | {"tensor": 4}, DENSE),
-    "tensor, ddp": (4, DDP | {"tensor": 2}, DENSE),
     "tensor, norms": (2, DDP | {"tensor": 2, "sequence_norms": True}, MOE),
     "tensor, norms, fsdp": (4, FSDP | {"tensor": 2, "sequence_norms": True}, DENSE),
     "context, tensor, norms": (4, DDP | {"context": 2, "tensor": 2, "sequence_norms": True}, DENSE),
-    "tensor, all-reduced": (4, DDP | {"tensor": 2, "shard_optimizer": False}, DENSE),
     "tensor, fsdp": (4, FSDP | {"tensor": 2}, DENSE),
     "tensor, expert": (4, DDP | {"tensor": 2, "expert": 2}, MOE),
     "context": (2, DDP | {"context": 2}, DENSE),
-    "context, fsdp": (4, FSDP | {"context": 2}, DENSE),
-    "context, tensor": (4, DDP | {"context": 2, "tensor": 2}, DENSE),
     "context, expert": (4, DDP | {"context": 2, "expert": 2}, MOE),
 }
 BLOCKS = {"kind": "block_diffusion", "block_length": 4}
