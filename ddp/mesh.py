@@ -52,11 +52,6 @@ class Shard:
         return Shard((start, *(0 for _ in whole_shape[1:])), torch.Size((end - start, *whole_shape[1:])), whole_shape)
 
     @property
-    def row_range(self) -> tuple[int, int]:
-        """First row and the one after the last; a 0-d tensor has one."""
-        return (self.offsets[0], self.offsets[0] + self.shape[0]) if self.shape else (0, 1)
-
-    @property
     def is_whole(self) -> bool:
         return self.shape == self.whole_shape
 

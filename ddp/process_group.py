@@ -46,7 +46,7 @@ class World:
     timeout_seconds: float = 600.0
     """Limit of a collective, and of the silence of the rank that the others wait for."""
     group: dist.ProcessGroup | None = None
-    """The group of all collectives. None: the run's."""
+    """The group of all collectives but those of `run_on_first`. None: the run's."""
     mesh: Mesh = field(default_factory=Mesh)
     """What else is divided over the ranks, beside the data."""
 

@@ -24,6 +24,7 @@ from tests.distributed.toys import (
     batches,
     loss_of,
     recorded,
+    row_range,
     tower,
     units_of,
 )
@@ -44,7 +45,7 @@ def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
 def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:
     """First and last row of what this rank has, and its gradient."""
     return {
-        name: (*parallelism.shard_of(name).row_range, parameter.grad)
+        name: (*row_range(parallelism.shard_of(name)), parameter.grad)
         for name, parameter in parallelism.trainable_parameters().items()
     }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import ParameterUnit
+from ddp.mesh import Shard
 from ddp.parallelism import Parallelism
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
@@ -57,6 +58,11 @@ def units_of_tower(model: Tower) -> list[ParameterUnit]:
 def units_of(model: nn.Module) -> list[ParameterUnit]:
     """The units of a tower or of a transformer."""
     return units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
+
+
+def row_range(shard: Shard) -> tuple[int, int]:
+    """First row of a part and the one after its last; a 0-d tensor has one."""
+    return (shard.offsets[0], shard.offsets[0] + shard.shape[0]) if shard.shape else (0, 1)
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
