@@ -54,16 +54,18 @@ RUN: dict[str, Any] = {
 
 def list_meshes(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
     """The configs with every mesh that divides the ranks, the model and the batch, by ddp and fsdp."""
-    model, powers = config.model, [2**power for power in range(ranks.bit_length())]
+    powers = [2**power for power in range(ranks.bit_length())]
     strategies = DDP(shard_optimizer=True), FSDP()
     for base, tensor, context, expert in itertools.product(strategies, powers[:4], powers, powers):
-        size = tensor * context * expert
-        has_experts = expert == 1 or (model.num_experts > 0 and model.num_experts % expert == 0)
-        if ranks % size or model.num_attention_heads % tensor or not has_experts:
-            continue
-        if config.row_length % (2 * context) or config.training.batch_size % (ranks // (tensor * context)):
-            continue
         parallel = base.model_copy(update={"tensor": tensor, "context": context, "expert": expert})
+        if ranks % parallel.ranks_of_model or config.row_length % (2 * context):
+            continue
+        if config.training.batch_size % (ranks // parallel.ranks_of_data):
+            continue
+        try:
+            parallel.check_model(config.model)
+        except ValueError:
+            continue
         training = config.training.model_copy(update={"micro_batch_size": 1})
         yield config.model_copy(update={"parallel": parallel, "training": training})
 

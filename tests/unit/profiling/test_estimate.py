@@ -10,6 +10,7 @@ from config.model import Architecture
 from config.train import TrainConfig
 from profiling.estimate import ResourceEstimate, estimate_run
 from profiling.flops import count_parameters, count_visible_pairs, step_flops
+from profiling.mesh_search import MEMORY_LIMIT, main
 
 QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40_960, "hidden_size": 2048}
 QWEN3_30B_A3B: dict[str, Any] = QWEN3 | {
@@ -106,3 +107,22 @@ def test_activation_checkpointing_keeps_less() -> None:
         estimate(runtime={"activation_checkpointing": mode}).bytes_activations for mode in ("none", "selective", "full")
     )
     assert none > selective > full > none / LAYERS
+
+
+def test_a_mesh_by_hand() -> None:
+    """Of four ranks two divide matrices and two divide sequences; each pair has half of the model."""
+    mesh = estimate(4, parallel=DDP | {"tensor": 2, "context": 2})
+    assert (mesh.bytes_weights, mesh.bytes_gradients, mesh.bytes_optimizer) == (2 * P, 2 * P, 4 * P)
+    assert mesh.bytes_sent == 2 * P  # an all-reduce over the two ranks with other positions
+    assert mesh.bytes_activations == 4 * (2 * 8) * LAYERS * (6 * 4 + (4 * 4 + 5 * 6 + 2 * 8) / 2) / 2
+    positions, layers = 8 * 8, LAYERS
+    sums = (4 * layers + 2) * 2 * (positions // 2) * 4 * 2 / 2  # bfloat16, half of the positions; a ring of two
+    keys = 2 * layers * (positions * 2 * 1 * 2 * 2 / 2) / 2
+    assert mesh.model_bytes_sent == sums + keys
+
+
+def test_the_fastest_meshes_fit_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--shape", "sdar-30b-a3b", "--ranks", "8"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().err.splitlines()[1:]]
+    assert len(rows) == 3 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
+    assert all(int(row[5]) * 1e9 <= MEMORY_LIMIT for row in rows)
