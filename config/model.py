@@ -13,6 +13,10 @@ BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 
 
+IMAGE_TOKEN_ID_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+TOKEN_ID_KEYS = ("mask_token_id", "eos_token_id", "pad_token_id", *IMAGE_TOKEN_ID_KEYS)
+
+
 class LinearRope(Section):
     """Position interpolation: positions are divided by a factor (Chen et al. 2023)."""
 
@@ -78,6 +82,55 @@ Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 """Rows or columns of a matrix. So limited, the bytes of a matrix fit the integers of 64 bits."""
 
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
+
+
+class VisionConfig(Section):
+    """Qwen3-VL's vision tower, and how images stand among the positions of the text."""
+
+    depth: Annotated[int, Field(gt=0, le=MAX_MODULES)]
+    """Blocks of the tower."""
+    hidden_size: Size
+    """Size of the tower's residual stream."""
+    num_heads: Size
+    """Attention heads; their size must be a multiple of 4."""
+    intermediate_size: Size
+    """Inner size of the tower's feed-forward."""
+    num_position_embeddings: Size
+    """Rows of the position table, a square number; a grid of patches interpolates in it."""
+    mrope_section: TupleOf[NonNegativeInt]
+    """Rotary pairs of the text for an image's time, rows and columns; together half of head_dim. Rows and columns are
+    interleaved: pair 3 i + 1 belongs to rows for i below their number, pair 3 i + 2 to columns, the rest to time."""
+    deepstack_visual_indexes: TupleOf[NonNegativeInt] = ()
+    """Blocks whose outputs are added, merged, to the image positions after the first text layers, in this order."""
+    patch_size: Size = 16
+    """Pixels of the side of a patch."""
+    temporal_patch_size: Size = 2
+    """Frames of a patch; a still image is repeated."""
+    spatial_merge_size: Size = 2
+    """Patches of the side of a square that becomes one position of the text."""
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 4:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} must be num_heads = {self.num_heads} times a multiple of 4: rotary "
+                "embeddings rotate pairs for rows and for columns"
+            )
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError(f"num_position_embeddings = {self.num_position_embeddings} must be a square number")
+        if len(self.mrope_section) != 3:
+            raise ValueError(f"mrope_section = {list(self.mrope_section)} must have three numbers")
+        indexes = self.deepstack_visual_indexes
+        if len(set(indexes)) < len(indexes) or max(indexes, default=0) >= self.depth:
+            raise ValueError(
+                f"deepstack_visual_indexes = {list(indexes)} must be different blocks below depth = {self.depth}"
+            )
+        return self
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Pixels of the side of the square that becomes one position of the text."""
+        return self.patch_size * self.spatial_merge_size
 
 
 class Architecture(Section):
@@ -148,6 +201,8 @@ class Architecture(Section):
     """In layers of "sliding_attention", queries attend to keys less than this many positions away."""
     layer_types: TupleOf[Literal["full_attention", "sliding_attention"]] | None = None
     """Attention of each layer. None: full attention in all layers."""
+    vision: VisionConfig | None = None
+    """Vision tower for images. None: a model of text alone."""
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:
@@ -185,7 +240,23 @@ class Architecture(Section):
             )
         if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ValueError('layer_types has "sliding_attention": set sliding_window')
+        if self.vision is not None:
+            self._check_vision(self.vision)
         return self
+
+    def _check_vision(self, vision: VisionConfig) -> None:
+        _, num_rows, num_columns = vision.mrope_section
+        num_pairs = self.head_dim // 2
+        if sum(vision.mrope_section) != num_pairs or 3 * max(num_rows, num_columns) > num_pairs + 2:
+            raise ValueError(
+                f"vision.mrope_section = {list(vision.mrope_section)} must sum to head_dim / 2 = {num_pairs}, with at "
+                "most a third of it, rounded up, for rows and for columns"
+            )
+        if len(vision.deepstack_visual_indexes) >= self.num_hidden_layers:
+            raise ValueError(
+                f"vision.deepstack_visual_indexes = {list(vision.deepstack_visual_indexes)} must be fewer than "
+                f"num_hidden_layers = {self.num_hidden_layers}: one text layer receives each"
+            )
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts in place of the feed-forward (the rule of transformers' Qwen3-MoE)."""
@@ -217,10 +288,16 @@ class ModelConfig(Architecture):
     """Training texts began with the end-of-text token, so prompts and canvases do too."""
     pad_token_id: NonNegativeInt | None = None
     """Id of the padding token, usually the end of text."""
+    image_token_id: NonNegativeInt | None = None
+    """Id of the placeholder that stands for a part of an image. Required with a vision tower."""
+    vision_start_token_id: NonNegativeInt | None = None
+    """Id of the token before an image."""
+    vision_end_token_id: NonNegativeInt | None = None
+    """Id of the token after an image."""
 
     @model_validator(mode="after")
     def _check_token_ids(self) -> Self:
-        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+        for name in TOKEN_ID_KEYS:
             value = getattr(self, name)
             if value is not None and value >= self.vocab_size:
                 raise ValueError(f"{name} = {value} is outside the vocabulary of {self.vocab_size} tokens")
@@ -233,6 +310,8 @@ class ModelConfig(Architecture):
             )
         if self.begin_with_eos and self.eos_token_id is None:
             raise ValueError("begin_with_eos = true needs eos_token_id")
+        if self.vision is not None and None in (getattr(self, name) for name in IMAGE_TOKEN_ID_KEYS):
+            raise ValueError(f"a vision tower needs the ids of its tokens: {', '.join(IMAGE_TOKEN_ID_KEYS)}")
         return self
 
     @property

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
 CORE_NAMES = (
     "checkpoints", "data", "diffusion", "evaluation", "families", "inference", "kernels", "models", "optim", "serving",
-    "rl", "training",
+    "rl", "training", "vision",
 )  # fmt: skip
 CORE = {f"diffusionlm.{name}" for name in CORE_NAMES}
 EVERYTHING = CORE | set(TOP_LEVEL)
@@ -34,11 +34,18 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm.families": set(),
     "diffusionlm.kernels": set(),
     "diffusionlm.models": {"diffusionlm.kernels"},
+    "diffusionlm.vision": {"diffusionlm.models"},
     "diffusionlm.diffusion": {"diffusionlm.models", "diffusionlm.kernels"},
-    "diffusionlm.data": {"tokenizer", "diffusionlm.diffusion"},
+    "diffusionlm.data": {"tokenizer", "diffusionlm.diffusion", "diffusionlm.models", "diffusionlm.vision"},
     "diffusionlm.optim": {"ddp"},
     "diffusionlm.checkpoints": {"tokenizer", "diffusionlm.families", "diffusionlm.models"},
-    "diffusionlm.inference": {"tokenizer", "diffusionlm.families", "diffusionlm.models", "diffusionlm.diffusion"},
+    "diffusionlm.inference": {
+        "tokenizer",
+        "diffusionlm.diffusion",
+        "diffusionlm.families",
+        "diffusionlm.models",
+        "diffusionlm.vision",
+    },
     "diffusionlm.evaluation": {
         "ddp",
         "tokenizer",
@@ -48,8 +55,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "diffusionlm.inference",
         "diffusionlm.kernels",
         "diffusionlm.models",
+        "diffusionlm.vision",
     },
-    "diffusionlm.serving": {"ddp", "tokenizer", "diffusionlm.inference", "diffusionlm.models"},
+    "diffusionlm.serving": {"ddp", "tokenizer", "diffusionlm.inference", "diffusionlm.models", "diffusionlm.vision"},
     "diffusionlm.training": CORE
     - {"diffusionlm.kernels", "diffusionlm.rl", "diffusionlm.serving", "diffusionlm.training"}
     | {"config", "ddp", "logger", "tokenizer"},

@@ -14,6 +14,8 @@ OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Norms of ``sandwich_norms`` whose output is added to the residual stream."""
 
+VISION_PREFIX = "model.visual."
+
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
@@ -28,6 +30,7 @@ def init_weights(model: Transformer, seed: int) -> None:
     | lm_head, untied                             | normal, std ``initializer_range``  |
     | norm gains                                  | one                                |
     | biases                                      | zero                               |
+    | vision tower                                | normal, std ``initializer_range``; gains one, biases zero |
 
     With ``sandwich_norms`` the gains of the norms before a residual are zero, and o_proj and down_proj are initialized
     like the other projections. Blocks are the identity all the same; with zero projections the norm would scale the
@@ -42,12 +45,14 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 def initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
     """Standard deviation of the initial values of a matrix that is not zero."""
-    table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    table = name.endswith(("embed_tokens.weight", "lm_head.weight")) or name.startswith(VISION_PREFIX)
     return config.initializer_range if table else float(shape[1] ** -0.5)
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
     """Initial value of a parameter, on the CPU: see `init_weights`."""
+    if name.startswith(VISION_PREFIX) and ".norm" in name:
+        return torch.full(shape, float(name.endswith(".weight")))
     if name.endswith("norm.weight"):
         gain = 0.0 if config.sandwich_norms and name.endswith(OUTPUT_NORMS) else 1.0
         return torch.full(shape, gain - config.norm_offset)

@@ -138,11 +138,22 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face's Llama and Qwen."""
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: RopeScaling | None = None,
+        mrope_section: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            mrope_section: pairs for time, rows and columns, interleaved as in Qwen3-VL; None: no such positions.
+        """
         super().__init__()
         self.head_dim = head_dim
         self.theta = theta
         self.scaling = scaling
+        self.mrope_section = mrope_section
 
     def forward(
         self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32
@@ -150,7 +161,7 @@ class RotaryEmbedding(nn.Module):
         """Tables for `rotate`, each [..., heads, H]: (cos, cos) and (-sin, sin); angles are computed in fp32.
 
         Args:
-            positions: position ids of any shape.
+            positions: position ids of any shape; with ``mrope_section`` [3, B, L] are those in time, rows and columns.
             heads: number of equal copies. On a CPU a copy for each head is faster than a broadcast.
             dtype: dtype of the tables.
         """
@@ -162,14 +173,27 @@ class RotaryEmbedding(nn.Module):
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, float]:
         """Angle of each pair in radians, [..., H / 2], and the factor of the tables (YaRN)."""
+        positions = positions[..., None]
+        if self.mrope_section is not None and positions.dim() == 4:
+            positions = self._select_axes(positions)
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         frequencies = self.theta**-exponents
         if isinstance(self.scaling, YarnRope):
             frequencies = _scale_frequencies_yarn(frequencies, self.theta, self.scaling)
-            return positions[..., None].float() * frequencies, self.scaling.attention_scaling
+            return positions.float() * frequencies, self.scaling.attention_scaling
         if self.scaling is not None:
             frequencies = _scale_frequencies(frequencies, self.scaling)
-        return positions[..., None].float() * frequencies, 1.0
+        return positions.float() * frequencies, 1.0
+
+    def _select_axes(self, positions_3BL1: Tensor) -> Tensor:
+        """Position of each pair in time, rows or columns, [B, L, H / 2]."""
+        assert self.mrope_section is not None
+        pairs = torch.arange(self.head_dim // 2, device=positions_3BL1.device)
+        time, *others = positions_3BL1.unbind()
+        for axis, positions_BL1 in enumerate(others, start=1):
+            is_own = (pairs % 3 == axis) & (pairs < 3 * self.mrope_section[axis])
+            time = torch.where(is_own, positions_BL1, time)
+        return time
 
 
 def _scale_frequencies_yarn(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:

@@ -27,6 +27,8 @@ from diffusionlm.models.moe import MoE, RoutingLog, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.varlen import VarlenBatch, prepare_varlen_attention
+from diffusionlm.models.vision.inputs import ImageInputs
+from diffusionlm.models.vision.tower import VisionTower
 
 
 class Block(nn.Module):
@@ -84,6 +86,10 @@ class Backbone(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = _norm(config)
+        self.visual: VisionTower | None = None
+        """Vision tower. None: a model of text alone."""
+        if config.vision is not None:
+            self.visual = VisionTower(config.vision, config.hidden_size)
 
 
 class Transformer(nn.Module):
@@ -113,7 +119,8 @@ class Transformer(nn.Module):
         """Return this rank's columns of the logits, -inf for padding, instead of gathering those of all ranks."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
-        self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
+        mrope_section = None if config.vision is None else config.vision.mrope_section
+        self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, mrope_section)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -126,6 +133,7 @@ class Transformer(nn.Module):
         pattern: AttentionPattern,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
+        images: ImageInputs | None = ...,
         output_positions: Tensor,
         loss_inputs: LossInputs,
     ) -> LossOutput: ...
@@ -138,6 +146,7 @@ class Transformer(nn.Module):
         pattern: AttentionPattern | VarlenBatch | PreparedBatch,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
+        images: ImageInputs | None = ...,
         output_positions: Tensor | None = ...,
         loss_inputs: None = ...,
     ) -> Tensor: ...
@@ -152,6 +161,7 @@ class Transformer(nn.Module):
         pattern: AttentionPattern | VarlenBatch | PreparedBatch,
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
+        images: ImageInputs | None = None,
         output_positions: Tensor | None = None,
         loss_inputs: LossInputs | None = None,
     ) -> Tensor | LossOutput:
@@ -164,6 +174,8 @@ class Transformer(nn.Module):
             positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
                 sequence.
             inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
+            images: their features replace the embeddings of their positions, and more are added after the first
+                blocks (DeepStack). The position ids are theirs.
             output_positions: flat indices into B * L, ascending, [P]. The last block computes queries and feed-forward,
                 and the head logits, for these positions only.
             loss_inputs: targets and weights at ``output_positions``; the logits are never held all at once.
@@ -184,24 +196,24 @@ class Transformer(nn.Module):
             attentions, positions, output_positions = self._prepare_varlen_attention(pattern, tokens_BL, x.device)
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
-        rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
+        deep_features_KMD: Sequence[Tensor] = ()
+        if images is not None:
+            (features_MD, *deep_features_KMD), positions = self._read_images(images, x), images.positions_3BS
+            x = x.flatten(0, 1).index_copy(0, images.indices_M, features_MD).view_as(x)
+        rope = self._build_rotary_tables(positions if positions.dim() > 1 else positions[None], x)
         has_balance = loss_inputs is not None and bool(loss_inputs.load_balancing_weight)
         log = RoutingLog() if has_balance else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
             x = block(x, rope, attention, output_positions=output_positions if index == last else None, routings=log)
+            if images is not None and index < len(deep_features_KMD):
+                x = x.flatten(0, 1).index_add(0, images.indices_M, deep_features_KMD[index]).view_as(x)
         x = self.model.norm(x)
         softcap = self.config.final_logit_softcapping
         if loss_inputs is None:
             logits: Tensor = self.lm_head(x)
             return logits if softcap is None else soft_cap(logits, softcap)
-        head_rows = self.lm_head.head_rows()
-        head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
-        output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows, shard=self.vocabulary_shard)
-        if log is None or not log.routings:
-            return output
-        load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)
-        return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
+        return self._compute_loss(x, loss_inputs, log)
 
     @property
     def num_key_value_heads(self) -> int:
@@ -223,6 +235,31 @@ class Transformer(nn.Module):
             return x_BLD
         scale = torch.full((), self.config.hidden_size**0.5, dtype=torch.float32, device=x_BLD.device)
         return x_BLD * scale.to(x_BLD.dtype)
+
+    def _compute_loss(self, x_PD: Tensor, loss_inputs: LossInputs, log: RoutingLog | None) -> LossOutput:
+        """Loss at the output positions, and the load-balancing loss of the routings."""
+        head_rows = self.lm_head.head_rows()
+        head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
+        softcap, shard = self.config.final_logit_softcapping, self.vocabulary_shard
+        output = linear_cross_entropy(x_PD, head, loss_inputs, softcap, head_rows=head_rows, shard=shard)
+        if log is None or not log.routings:
+            return output
+        load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)
+        return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
+
+    def _read_images(self, images: ImageInputs, x: Tensor) -> Sequence[Tensor]:
+        """Features at the image positions, E times [M, D], in the dtype of x.
+
+        Raises:
+            ValueError: the model has no vision tower.
+        """
+        features_EFD = images.features_EFD
+        if features_EFD is None:
+            if self.model.visual is None:
+                raise ValueError("the model has no vision tower, so it cannot read images: load a Qwen3-VL model")
+            assert images.patches_PC is not None, "patches or features"
+            features_EFD = self.model.visual(images.patches_PC, images.grids)
+        return features_EFD[:, images.feature_rows_M].to(x.dtype).unbind()
 
     def _prepare_attention(
         self, pattern: AttentionPattern, length: int, positions: Tensor | None, device: torch.device

@@ -1,0 +1,77 @@
+"""The images of a forward: patches or features, where they stand in the text, and the positions of the text.
+
+Shapes: B sequences, S positions that the model reads, M image positions out of B * S, P patches, C values of a patch, F
+positions of all images, E features of a position (the merged one, then one for each DeepStack layer), D hidden size of
+the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int]
+"""Rows and columns of an image in positions of the text; each is a square of merged patches."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Images of a forward. Exactly one of ``patches_PC`` and ``features_EFD`` is set."""
+
+    positions_3BS: Tensor
+    """Position ids in time, rows and columns (M-RoPE), int64; all equal for text."""
+    indices_M: Tensor
+    """Flat indices into B * S of the image positions, ascending. Several copies of an image are several positions."""
+    feature_rows_M: Tensor
+    """Which of the F feature rows each of these positions has."""
+    grids: tuple[Grid, ...]
+    """Of each image, in the order of the feature rows."""
+    digests: tuple[bytes, ...] = ()
+    """Of each image, by which its features are stored."""
+    patches_PC: Tensor | None = None
+    """Normalized pixels of each patch: image by image, each square by square; C = channels * size * size."""
+    features_EFD: Tensor | None = None
+    """Features that were computed before."""
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ImageInputs:
+        """Apply a function to all tensors."""
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def repeat(self, num_copies: int) -> ImageInputs:
+        """The images of copies of the batch, one after the other."""
+        offsets = torch.arange(num_copies)[:, None] * self.positions_3BS[0].numel()
+        return replace(
+            self,
+            positions_3BS=self.positions_3BS.repeat(1, num_copies, 1),
+            indices_M=(self.indices_M + offsets).flatten(),
+            feature_rows_M=self.feature_rows_M.repeat(num_copies),
+        )
+
+    def double(self) -> ImageInputs:
+        """The images of two streams: each sequence stands twice in its row."""
+        S = self.positions_3BS.shape[-1]
+        first_M = self.indices_M // S * 2 * S + self.indices_M % S
+        indices_2M, order = torch.cat([first_M, first_M + S]).sort()
+        return replace(
+            self,
+            positions_3BS=self.positions_3BS.repeat(1, 1, 2),
+            indices_M=indices_2M,
+            feature_rows_M=self.feature_rows_M.repeat(2)[order],
+        )
+
+    def select(self, sequences: slice) -> ImageInputs:
+        """Some of the sequences. Patches and features of the others stay, unused."""
+        _, B, S = self.positions_3BS.shape
+        start, stop, step = sequences.indices(B)
+        assert step == 1, "sequences that follow each other"
+        is_own_M = (self.indices_M >= start * S) & (self.indices_M < stop * S)
+        return replace(
+            self,
+            positions_3BS=self.positions_3BS[:, sequences],
+            indices_M=self.indices_M[is_own_M] - start * S,
+            feature_rows_M=self.feature_rows_M[is_own_M],
+        )
