@@ -210,6 +210,6 @@ class VisionTower(nn.Module):
         """Tables of axial rotary embeddings for `rotate`: half of the pairs for rows, half for columns."""
         width = self.config.hidden_size // self.config.num_heads // 2
         exponents = torch.arange(0, width, 2, device=places_P2.device, dtype=torch.float32) / width
-        angles_PH = (places_P2[..., None] * ROPE_THETA**-exponents).flatten(1)
+        angles_PH = (places_P2[..., None] * (1.0 / ROPE_THETA**exponents)).flatten(1)
         cosines, sines = angles_PH.cos().to(dtype)[:, None], angles_PH.sin().to(dtype)[:, None]
         return torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1)
