@@ -25,6 +25,7 @@ from config.finetune.chat import ChatRowsConfig
 SampleBy = Literal["document", "paragraph", "line"]
 
 ChatTask = Literal["copy", "reverse", "sort", "add", "count"]
+PictureTask = Literal["describe", "count", "name", "locate"]
 
 OnBadRow = Literal["raise", "skip", "replace"]
 
@@ -197,20 +198,9 @@ class ShidokuGrids(Synthetic):
     have all grids."""
 
 
-class ChatTasks(Section):
-    """Conversations of one question with an answer that can be checked, such as `reverse: abc` and `cba`."""
+class SyntheticChats(Section):
+    """Options of conversations of one question with an answer that can be checked."""
 
-    opener: ClassVar[str] = "synthetic:ChatTaskSource"
-
-    kind: Literal["chat_tasks"] = "chat_tasks"
-    tasks: Annotated[TupleOf[ChatTask], Field(min_length=1)] = ("copy", "reverse", "sort", "add", "count")
-    """Tasks, equally often: copy, reverse or sort a word, add two numbers, count a symbol in a word."""
-    symbols: Symbols = "abcdefgh"
-    """The alphabet of words."""
-    max_length: PositiveInt = 6
-    """Symbols of the longest word; all lengths are equally likely."""
-    digits: PositiveInt = 2
-    """Digits of the largest summand."""
     seed: NonNegativeInt = 0
     """RNG seed. Conversations are new in each epoch; two runs with the same seed read the same ones."""
     documents_per_epoch: PositiveInt = 20_000
@@ -223,9 +213,40 @@ class ChatTasks(Section):
     """Template, EOS padding and other options of conversations."""
 
 
+class ChatTasks(SyntheticChats):
+    """Questions such as `reverse: abc`, with the answer `cba`."""
+
+    opener: ClassVar[str] = "synthetic:ChatTaskSource"
+
+    kind: Literal["chat_tasks"] = "chat_tasks"
+    tasks: Annotated[TupleOf[ChatTask], Field(min_length=1)] = ("copy", "reverse", "sort", "add", "count")
+    """Tasks, equally often: copy, reverse or sort a word, add two numbers, count a symbol in a word."""
+    symbols: Symbols = "abcdefgh"
+    """The alphabet of words."""
+    max_length: PositiveInt = 6
+    """Symbols of the longest word; all lengths are equally likely."""
+    digits: PositiveInt = 2
+    """Digits of the largest summand."""
+
+
+class Pictures(SyntheticChats):
+    """Questions about drawn pictures: one to four colored shapes in the nine places of a square."""
+
+    opener: ClassVar[str] = "pictures:PictureSource"
+
+    kind: Literal["pictures"] = "pictures"
+    tasks: Annotated[TupleOf[PictureTask], Field(min_length=1)] = ("describe", "count", "name", "locate")
+    """Tasks, equally often: describe the picture, count its shapes, name the shape at a place, locate a shape. The
+    held-out prompts are all those about the pictures of some arrangements."""
+    size: Annotated[int, Field(ge=48, le=4096)] = 96
+    """Pixels of a side."""
+    blank: bool = False
+    """Draw no shapes, with the same questions and answers: what can be guessed from the text alone."""
+
+
 SyntheticText = MarkovChain | ShidokuGrids
 
-TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText | ChatTasks
+TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText | ChatTasks | Pictures
 """Sources of text or conversations. The other source, `Shards`, has tokens. `opener` names a module of
 `diffusionlm.data.sources`, and what in it opens a split when it is called with section, split and config key."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
+from config.data import DataConfig, RecordSourceOptions, Shards, Source, SyntheticChats
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents
 from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
@@ -121,9 +121,9 @@ def open_chat(section: Source, key: str) -> ChatRecords | None:
     Args:
         key: config key of the section `chat`, for errors.
     """
-    if not isinstance(section, RecordSourceOptions | ChatTasks) or section.chat is None:
+    if not isinstance(section, RecordSourceOptions | SyntheticChats) or section.chat is None:
         return None
-    on_bad_row = "raise" if isinstance(section, ChatTasks) else section.on_bad_row
+    on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
     return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat))
 
 

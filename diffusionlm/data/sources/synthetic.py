@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import ChatTasks, MarkovChain, ShidokuGrids
-from diffusionlm.data.chat.conversation import Conversation
+from config.data import ChatTasks, MarkovChain, ShidokuGrids, SyntheticChats
+from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
 from diffusionlm.data.sources.validation_split import hash_record, hash_share
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -182,6 +185,17 @@ def _decode_symbols(alphabet: str, codes_NL: NDArray[np.int64]) -> list[str]:
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
+@dataclass(frozen=True)
+class SyntheticChat:
+    """A question and its answer."""
+
+    key: str
+    """What decides about the split."""
+    build_question: Callable[[], str | list[Message]]
+    """Content of the user's message."""
+    answer: str
+
+
 def make_task(config: ChatTasks, task: str, rng: np.random.Generator) -> tuple[str, str]:
     """Sample a prompt of a task, and compute its answer."""
     if task == "add":
@@ -201,17 +215,23 @@ def make_task(config: ChatTasks, task: str, rng: np.random.Generator) -> tuple[s
             return f"count {symbol}: {word}", str(word.count(symbol))
 
 
-class ChatTaskSource(SampledSource[Conversation]):
-    """Conversations. A hash of the prompt decides whether it is for validation, so no prompt is in both splits."""
+class SyntheticChatSource(SampledSource[Conversation]):
+    """Conversations of one question. A hash of the prompt decides whether it is for validation, so no prompt is in both
+    splits."""
 
-    config: ChatTasks
     block_size = TASKS_PER_BLOCK
+
+    @abstractmethod
+    def sample_chat(self, task: str, rng: np.random.Generator) -> SyntheticChat:
+        """Sample a question of a task."""
 
     @property
     def identity(self) -> str:
-        options = self.config.model_dump_json(by_alias=True, exclude={"chat": {"tags"}})
+        values = self.config.model_dump(mode="json", by_alias=True, exclude={"chat": {"tags"}})
+        shared = {name: values.pop(name) for name in SyntheticChats.model_fields}
+        options = json.dumps(values | shared, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(options.encode()).hexdigest()[:16]
-        return f"chat_tasks/{self.split}/{digest}"
+        return f"{self.config.kind}/{self.split}/{digest}"
 
     def sample_block(self, epoch: int, block: int) -> list[Conversation]:
         """Sample the conversations of a block.
@@ -226,12 +246,25 @@ class ChatTaskSource(SampledSource[Conversation]):
         config = self.config
         for _ in range(MAX_ATTEMPTS):
             task = config.tasks[int(rng.integers(len(config.tasks)))]
-            prompt, answer = make_task(config, task, rng)
-            is_held_out = hash_share(hash_record(prompt)) < config.validation_fraction
+            chat = self.sample_chat(task, rng)
+            is_held_out = hash_share(hash_record(chat.key)) < config.validation_fraction
             if is_held_out == (self.split == "validation"):
-                messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+                messages = (
+                    {"role": "user", "content": chat.build_question()},
+                    {"role": "assistant", "content": chat.answer},
+                )
                 return Conversation(messages, task=task)
         raise ValueError(
             f"{self.key}: the tasks have too few prompts to hold out some for validation: raise max_length or digits, "
             "or name more symbols"
         )
+
+
+class ChatTaskSource(SyntheticChatSource):
+    """Questions about words and numbers."""
+
+    config: ChatTasks
+
+    def sample_chat(self, task: str, rng: np.random.Generator) -> SyntheticChat:
+        prompt, answer = make_task(self.config, task, rng)
+        return SyntheticChat(prompt, lambda: prompt, answer)
