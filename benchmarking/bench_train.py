@@ -209,6 +209,10 @@ def bench_train(config: BenchTrainConfig) -> Page:
         from benchmarking.implementations.rollouts import METHOD_OF_ROLLOUTS, measure_rollouts
 
         parts += [measure_rollouts(bench, threads), METHOD_OF_ROLLOUTS]
+    if bench.towers:
+        from benchmarking.implementations.vision import METHOD_OF_TOWERS, measure_tower
+
+        parts += [*(measure_tower(name, bench) for name in bench.towers), METHOD_OF_TOWERS]
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS} if results else {}
     facts = {name: methods[name] for name in names if name in methods} | skipped_peers
     facts |= {result.case.shape.name: _describe_shape(result) for result in results}

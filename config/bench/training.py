@@ -16,6 +16,7 @@ Precision = Literal["float32", "bfloat16"]
 Peer = Literal["transformers", "liger"]
 ObjectiveName = Literal["masked_diffusion", "block_diffusion", "next_token"]
 Preset = Literal["tiny", "124m", "qwen3-0.6b", "qwen3-1.7b"]
+TowerName = Literal["tiny", "300m"]
 TokenizerPeer = Literal["tokenizers", "tiktoken"]
 
 _PRESET_KEYS = (
@@ -128,6 +129,9 @@ class BenchTrainSection(Section):
     kernels of liger-kernel and is left out (the report says so) if that is not installed or there is no CUDA."""
     rollouts: ConfigPath | None = None
     """Config of a run with [rl], whose parts of an update are measured as well. None: none are."""
+    towers: TupleOf[TowerName] = ()
+    """Vision towers that are measured as well: forward, and steps of fine-tuning with images. 300m is that of
+    Qwen3-VL-4B."""
     keep_freed_memory: bool = False
     """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
     the defaults of glibc, which a script that trains with transformers has."""
@@ -164,8 +168,10 @@ class BenchTrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_cases(self) -> Self:
-        if not self.shapes and self.bench.rollouts is None:
-            raise ValueError("there is nothing to measure: add a table [[shapes]], or set bench.rollouts")
+        if not self.shapes and not self.bench.towers and self.bench.rollouts is None:
+            raise ValueError(
+                "there is nothing to measure: add a table [[shapes]], or set bench.rollouts or bench.towers"
+            )
         for shape in self.shapes if "liger" in self.bench.peers else ():
             if shape.num_experts:
                 raise ValueError(
@@ -173,7 +179,7 @@ class BenchTrainConfig(Section):
                     f"{shape.num_experts}: remove the peer or the shape"
                 )
         lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
-        for name in ("precisions", "objectives", "peers"):
+        for name in ("precisions", "objectives", "peers", "towers"):
             lists[f"bench.{name}"] = list(getattr(self.bench, name))
         check_distinct(lists)
         return self

@@ -42,6 +42,7 @@ OTHERS: dict[str, type[Section]] = {
     "bench_infer_gpu.toml": BenchInferConfig,
     "bench_serve.toml": BenchServeConfig,
     "bench_rollouts.toml": BenchTrainConfig,
+    "bench_vision.toml": BenchTrainConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_train_gpu.toml": BenchTrainConfig,
     "bench_tokenizer.toml": BenchTokenizerConfig,
