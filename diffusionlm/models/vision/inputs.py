@@ -7,8 +7,10 @@ the text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -63,15 +65,26 @@ class ImageInputs:
             feature_rows_M=self.feature_rows_M.repeat(2)[order],
         )
 
-    def select(self, sequences: slice) -> ImageInputs:
-        """Some of the sequences. Patches and features of the others stay, unused."""
+    def select(self, sequences: slice) -> ImageInputs | None:
+        """The images of some of the sequences; None: they have none."""
         _, B, S = self.positions_3BS.shape
         start, stop, step = sequences.indices(B)
         assert step == 1, "sequences that follow each other"
         is_own_M = (self.indices_M >= start * S) & (self.indices_M < stop * S)
-        return replace(
-            self,
+        if not is_own_M.any():
+            return None
+        rows_M, sizes = self.feature_rows_M[is_own_M], torch.tensor([math.prod(grid) for grid in self.grids])
+        image_of_row_F = torch.arange(len(sizes)).repeat_interleave(sizes)
+        is_used = torch.zeros(len(sizes), dtype=torch.bool).index_fill(0, image_of_row_F[rows_M], True)
+        is_used_F = is_used[image_of_row_F]
+        num_patches = 0 if self.patches_PC is None else len(self.patches_PC)
+        is_used_P = is_used_F.repeat_interleave(num_patches // len(is_used_F))
+        return ImageInputs(
             positions_3BS=self.positions_3BS[:, sequences],
             indices_M=self.indices_M[is_own_M] - start * S,
-            feature_rows_M=self.feature_rows_M[is_own_M],
+            feature_rows_M=is_used_F.cumsum(0)[rows_M] - 1,
+            grids=tuple(compress(self.grids, is_used.tolist())),
+            digests=tuple(compress(self.digests, is_used.tolist())),
+            patches_PC=None if self.patches_PC is None else self.patches_PC[is_used_P],
+            features_EFD=None if self.features_EFD is None else self.features_EFD[:, is_used_F],
         )
