@@ -118,22 +118,22 @@ class ImageProcessor:
         """Check an image by decoding it. A decoded image is kept as a PNG file, a path as a path.
 
         Args:
-            location: place of the record or request; begins errors.
+            location: place of the record or request; begins errors, here and in `compute_patches`.
 
         Raises:
             ValueError: the file cannot be read or decoded (`decode_image`), or one side is too long for the other.
         """
+        if isinstance(content, Path):
+            location = f"{location}: {content}" if location else str(content)
         with prefix_errors(location):
             if isinstance(content, bytes | Path):
                 file = _read_file(content)
-                with prefix_errors(_name_file(content)):
-                    rgb = decode_image(file)
+                rgb = decode_image(file)
             else:
                 rgb = convert_image(content)
                 content = file = encode_image(rgb)
-            with prefix_errors(_name_file(content)):
-                grid = self.compute_grid(rgb.height, rgb.width)
-            return EncodedImage(content, grid, self._compute_digest(file), location)
+            grid = self.compute_grid(rgb.height, rgb.width)
+        return EncodedImage(content, grid, self._compute_digest(file), location)
 
     def compute_patches(self, image: EncodedImage) -> NDArray[np.float32]:
         """Resize an image by bicubic interpolation, normalize it and divide it into patches.
@@ -144,14 +144,14 @@ class ImageProcessor:
         Raises:
             ValueError: the file cannot be read any more, or is another than `read_image` has read.
         """
-        config, (rows, columns) = self.config, image.grid
-        with prefix_errors(image.location), prefix_errors(_name_file(image.content)):
+        from PIL.Image import Resampling
+
+        with prefix_errors(image.location):
             file = _read_file(image.content)
             if self._compute_digest(file) != image.digest:
                 raise ValueError("the image has changed since it was checked: leave files as they are during a run")
             rgb = decode_image(file)
-        from PIL.Image import Resampling
-
+        config, (rows, columns) = self.config, image.grid
         size = (columns * config.pixels_per_token, rows * config.pixels_per_token)
         pixels = np.asarray(rgb.resize(size, Resampling.BICUBIC))
         side, merge = config.patch_size, config.merge_size
@@ -267,18 +267,13 @@ def _parse_config(file: Path, values: dict[str, Any]) -> ProcessorConfig:
 
 def _check_model(file: Path, config: ProcessorConfig, vision: VisionConfig) -> None:
     """Reject a processor whose patches are not those of the model."""
-    pairs = {
-        "patch_size": "patch_size",
-        "merge_size": "spatial_merge_size",
-        "temporal_patch_size": "temporal_patch_size",
-    }
-    for key, model_key in pairs.items():
-        value, model_value = getattr(config, key), getattr(vision, model_key)
-        if value != model_value:
-            raise ValueError(
-                f"{file}: {key} = {value}, but the model's vision tower has {model_key} = {model_value}: use the file "
-                "of the model"
-            )
+    sizes = (config.patch_size, config.merge_size, config.temporal_patch_size)
+    model_sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    if sizes != model_sizes:
+        raise ValueError(
+            f"{file}: patch_size, merge_size, temporal_patch_size = {sizes}, but the model's vision tower has "
+            f"{model_sizes}: use the file of the model"
+        )
 
 
 def _read_file(content: bytes | Path) -> bytes:
@@ -288,8 +283,4 @@ def _read_file(content: bytes | Path) -> bytes:
         check_regular_file(content)
         return content.read_bytes()
     except OSError as error:
-        raise ValueError(f"the image {content} cannot be read ({error.strerror})") from error
-
-
-def _name_file(content: bytes | Path) -> str:
-    return str(content) if isinstance(content, Path) else ""
+        raise ValueError(f"the image cannot be read ({error.strerror})") from error
