@@ -16,14 +16,9 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_FILE_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded: Pillow warns above. Decoded it takes 360 MB."""
 ROTATIONS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
-}
+}  # fmt: skip
 """EXIF's orientation -> Pillow's transposition to upright."""
 
 
