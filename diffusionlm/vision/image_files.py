@@ -16,14 +16,9 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_FILE_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded: Pillow warns above. Decoded it takes 360 MB."""
 ROTATIONS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
-}
+}  # fmt: skip
 """EXIF's orientation -> Pillow's transposition to upright."""
 
 
@@ -58,7 +53,8 @@ def convert_image(image: PillowImage) -> PillowImage:
     """
     from PIL import Image
 
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    with _translate_errors():
+        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         raise ValueError(f"the image is animated, it has {frames} frames: save the frame to use as a file of its own")
     if image.mode in ("I", "F"):
@@ -100,6 +96,8 @@ def _translate_errors() -> Iterator[None]:
         raise ValueError("the file is no JPEG, PNG or WebP image: convert it to one of these") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ValueError(f"the image has more than {MAX_FILE_PIXELS:,} pixels: make it smaller") from None
+    except MemoryError:
+        raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"the image is damaged or truncated ({problem}): replace the file, or leave it out") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -69,21 +69,23 @@ def split_images(messages: Sequence[Message], folder: Path | None = None) -> tup
             with prefix_errors(f"messages[{number}].content[{index}]"):
                 text = _read_text(part)
                 if text is None:
-                    _check_role(message)
+                    if message.get("role") != "user":
+                        raise ValueError(f"only user messages may have images, not those of {message.get('role')!r}")
                     images.append(_read_image(part, folder))
-                else:
-                    _check_text(text)
                 texts.append(IMAGE_PLACEHOLDER if text is None else text)
         split.append({**message, "content": "".join(texts)})
-    for number, message in enumerate(messages if images else ()):
-        if isinstance(message.get("content"), str):
-            with prefix_errors(f"messages[{number}].content"):
-                _check_text(message["content"])
+    for token in IMAGE_TOKENS if images else ():
+        count = sum(str(message.get("content")).count(token) for message in split)
+        if count != len(images):
+            raise ValueError(
+                f"the texts contain {token} {count - len(images)} times, which marks an image: remove it, and pass "
+                "images as content parts"
+            )
     return split, images
 
 
 def place_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
-    """Put the images of a record into the messages of its conversation, as content parts for `split_images`.
+    """Put the images of a record into its messages, as content parts for `split_images`.
 
     An image stands where a user text has ``<image>``, or a part ``{"type": "image"}`` without an image. Without any of
     these, all stand before the first user text.
@@ -92,51 +94,44 @@ def place_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Mes
         images: values as in ``{"type": "image", "image": ...}``.
 
     Raises:
-        ValueError: there are more or fewer marks than images, or the messages have images of their own.
+        ValueError: there are more or fewer marks than images, no user message, or images in the messages as well.
     """
-    contents = [_divide_text(message) for message in messages]
-    parts = [part for content in contents for part in content or ()]
-    num_marks = sum(map(_is_mark, parts))
-    if images and any(_read_text(part) is None and not _is_mark(part) for part in parts):
-        raise ValueError(f"the record has {len(images)} images, and its messages have images as well: keep one of them")
-    if num_marks == 0 and images:
-        first = next((number for number, content in enumerate(contents) if content is not None), None)
-        if first is None:
-            raise ValueError(f"the record has {len(images)} images and no user message: add one")
-        contents[first] = [{"type": "image"}] * len(images) + (contents[first] or [])
-    elif num_marks != len(images):
+    contents = {
+        number: _divide_at_marks(message.get("content"), f"messages[{number}]")
+        for number, message in enumerate(messages)
+        if message.get("role") == "user"
+    }
+    parts = [part for content in contents.values() for part in content if part["type"] != "text"]
+    marks = [part for part in parts if part["type"] == "image" and "image" not in part]
+    if images and len(parts) > len(marks):
+        raise ValueError(f"the record has {len(images)} images, and its messages have images too: remove one of both")
+    if images and contents and not marks:
+        marks = [{"type": "image"} for _ in images]
+        contents[min(contents)][:0] = marks
+    if len(marks) != len(images):
         raise ValueError(
-            f"the record has {len(images)} images, and its user messages {num_marks} marks {IMAGE_MARK}: write "
-            "one mark for each image, or none"
+            f"the record has {len(images)} images, and its {len(contents)} user messages have {len(marks)} marks "
+            f"{IMAGE_MARK}: write one mark for each image, or none"
         )
-    if not images:
-        return list(messages)
-    remaining = iter(images)
+    for mark, image in zip(marks, images, strict=True):
+        mark["image"] = image
     return [
-        message
-        if content is None
-        else {
-            **message,
-            "content": [{"type": "image", "image": next(remaining)} if _is_mark(part) else part for part in content],
-        }
-        for message, content in zip(messages, contents, strict=True)
+        {**message, "content": contents[number]} if images and number in contents else message
+        for number, message in enumerate(messages)
     ]
 
 
-def _divide_text(message: Message) -> list[Any] | None:
-    """Return the parts of a user message, with a part for each mark in its texts; None: it is of another role."""
-    if message.get("role") != "user":
-        return None
-    content = message.get("content")
-    parts: Iterable[Any] = content if _is_list(content) else [content]
-    divided: list[Any] = []
-    for part in parts:
-        text = _read_text(part)
+def _divide_at_marks(content: Any, place: str) -> list[dict[str, Any]]:
+    """Return the parts of a user message, with an image part for each mark in its texts."""
+    divided: list[dict[str, Any]] = []
+    for part in content if _is_list(content) else [content]:
+        with prefix_errors(place):
+            text = _read_text(part)
         if text is None:
-            divided.append(part)
+            divided.append({key: value for key, value in part.items() if value is not None})
             continue
-        pieces = [[{"type": "image"}, {"type": "text", "text": piece}] for piece in text.split(IMAGE_MARK)]
-        divided += [part for pair in pieces for part in pair][1:]
+        for index, piece in enumerate(text.split(IMAGE_MARK)):
+            divided += [{"type": "image"}] * bool(index) + [{"type": "text", "text": piece}]
     return divided
 
 
@@ -144,32 +139,19 @@ def _is_list(content: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(content, Sequence) and not isinstance(content, str | bytes)
 
 
-def _is_mark(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image" and part.get("image") is None
-
-
 def _read_text(part: Any) -> str | None:
     """Return the text of a part; None: it is an image."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part["text"], str):
+    if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if kind not in ("image", "image_url"):
-        shown = f"type {kind!r}" if kind is not None else _shorten(part)
-        raise ValueError(f'the part has {shown}: expected {{"type": "text", "text": ...}}, "image" or "image_url"')
+        raise ValueError(
+            f'the part {_shorten(part)} is not supported: expected {{"type": "text", "text": ...}}, or type "image" or '
+            '"image_url"'
+        )
     return None
-
-
-def _check_text(text: str) -> None:
-    for token in IMAGE_TOKENS:
-        if token in text:
-            raise ValueError(f"the text contains {token}, which marks an image: remove it, or pass images as parts")
-
-
-def _check_role(message: Message) -> None:
-    if message.get("role") != "user":
-        raise ValueError(f"an image in a message of role {message.get('role')!r}: only user messages may have images")
 
 
 def _read_image(part: Mapping[str, Any], folder: Path | None) -> RawImage:

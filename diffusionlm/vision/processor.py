@@ -36,18 +36,16 @@ RawImage: TypeAlias = "bytes | Path | PillowImage"
 PROCESSOR_FILE = "preprocessor_config.json"
 JOINT_PROCESSOR_FILE = "processor_config.json"
 """What transformers 5 writes, with the same keys under ``image_processor``."""
-PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-FIXED_OPTIONS = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "do_center_crop": False,
-    "do_pad": False,
-    "resample": 3,
-    "rescale_factor": 1 / 255,
+SUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"),
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_convert_rgb": (True,),
+    "resample": (3,),
+    "rescale_factor": (1 / 255,),
 }
-"""Options of transformers' processors that have one value here. 3 is bicubic."""
+"""Values of transformers' other options, which may be missing. 3 is bicubic."""
 MAX_ASPECT_RATIO = 200
 MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216
 """Limits of Qwen3-VL's checkpoints."""
@@ -75,7 +73,7 @@ class ProcessorConfig(Section):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        if not self.pixels_per_token**2 <= self.max_pixels or self.min_pixels > self.max_pixels:
+        if self.max_pixels < max(self.min_pixels, self.pixels_per_token**2):
             raise ValueError(
                 f"max_pixels = {self.max_pixels:,} must be at least min_pixels = {self.min_pixels:,} and "
                 f"{self.pixels_per_token**2:,}, the pixels of one position of the text"
@@ -118,22 +116,22 @@ class ImageProcessor:
         """Check an image by decoding it. A decoded image is kept as a PNG file, a path as a path.
 
         Args:
-            location: place of the record or request; begins errors.
+            location: place of the record or request; begins errors, here and in `compute_patches`.
 
         Raises:
             ValueError: the file cannot be read or decoded (`decode_image`), or one side is too long for the other.
         """
+        if isinstance(content, Path):
+            location = f"{location}: {content}" if location else str(content)
         with prefix_errors(location):
             if isinstance(content, bytes | Path):
                 file = _read_file(content)
-                with prefix_errors(_name_file(content)):
-                    rgb = decode_image(file)
+                rgb = decode_image(file)
             else:
                 rgb = convert_image(content)
                 content = file = encode_image(rgb)
-            with prefix_errors(_name_file(content)):
-                grid = self.compute_grid(rgb.height, rgb.width)
-            return EncodedImage(content, grid, self._compute_digest(file), location)
+            grid = self.compute_grid(rgb.height, rgb.width)
+        return EncodedImage(content, grid, self._compute_digest(file), location)
 
     def compute_patches(self, image: EncodedImage) -> NDArray[np.float32]:
         """Resize an image by bicubic interpolation, normalize it and divide it into patches.
@@ -144,14 +142,14 @@ class ImageProcessor:
         Raises:
             ValueError: the file cannot be read any more, or is another than `read_image` has read.
         """
-        config, (rows, columns) = self.config, image.grid
-        with prefix_errors(image.location), prefix_errors(_name_file(image.content)):
+        from PIL.Image import Resampling
+
+        with prefix_errors(image.location):
             file = _read_file(image.content)
             if self._compute_digest(file) != image.digest:
                 raise ValueError("the image has changed since it was checked: leave files as they are during a run")
             rgb = decode_image(file)
-        from PIL.Image import Resampling
-
+        config, (rows, columns) = self.config, image.grid
         size = (columns * config.pixels_per_token, rows * config.pixels_per_token)
         pixels = np.asarray(rgb.resize(size, Resampling.BICUBIC))
         side, merge = config.patch_size, config.merge_size
@@ -202,7 +200,7 @@ def load_processor(path: str | Path) -> ImageProcessor:
     file, values = _read_values(directory)
     config = _parse_config(file, values)
     config_file = directory / "config.json"
-    if config_file.is_file() and read_json_object(config_file).get("model_type") in FAMILIES:
+    if config_file.is_file() and str(read_json_object(config_file).get("model_type")) in FAMILIES:
         vision = read_model_config(directory).vision
         if vision is not None:
             _check_model(file, config, vision)
@@ -237,21 +235,17 @@ def _read_values(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 def _parse_config(file: Path, values: dict[str, Any]) -> ProcessorConfig:
     """Read transformers' options. None has a default: its class would normalize as CLIP, which Qwen3-VL does not."""
-    kind = values.get("image_processor_type", PROCESSOR_TYPES[0])
-    if kind not in PROCESSOR_TYPES:
-        raise ValueError(f"{file}: image_processor_type = {kind!r} is not supported: {', '.join(PROCESSOR_TYPES)} are")
     unsupported = [
-        f"{key} = {json.dumps(values[key])} (supported: {json.dumps(supported)})"
-        for key, supported in FIXED_OPTIONS.items()
-        if values.get(key, supported) not in (supported, None)
+        f"{key} = {json.dumps(values[key])}, not {' or '.join(map(json.dumps, supported))}"
+        for key, supported in SUPPORTED_OPTIONS.items()
+        if values.get(key) is not None and values[key] not in supported
     ]
     if unsupported:
         raise ValueError(f"{file}: options that are not supported: {'; '.join(unsupported)}")
     size = values["size"] if isinstance(values.get("size"), dict) else {}
-    limits = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-    options = {key: values[key] for key in ProcessorConfig.model_fields if values.get(key) is not None}
-    options = {key: value for key, value in limits.items() if value is not None} | options
-    missing = [key for key in ProcessorConfig.model_fields if key not in options]
+    options = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    options |= {key: values[key] for key in ProcessorConfig.model_fields if values.get(key) is not None}
+    missing = [key for key in ProcessorConfig.model_fields if options.get(key) is None]
     if missing:
         raise ValueError(
             f"{file} does not say {', '.join(missing)}: add what the model was trained with. Qwen3-VL's have "
@@ -267,18 +261,13 @@ def _parse_config(file: Path, values: dict[str, Any]) -> ProcessorConfig:
 
 def _check_model(file: Path, config: ProcessorConfig, vision: VisionConfig) -> None:
     """Reject a processor whose patches are not those of the model."""
-    pairs = {
-        "patch_size": "patch_size",
-        "merge_size": "spatial_merge_size",
-        "temporal_patch_size": "temporal_patch_size",
-    }
-    for key, model_key in pairs.items():
-        value, model_value = getattr(config, key), getattr(vision, model_key)
-        if value != model_value:
-            raise ValueError(
-                f"{file}: {key} = {value}, but the model's vision tower has {model_key} = {model_value}: use the file "
-                "of the model"
-            )
+    sizes = (config.patch_size, config.merge_size, config.temporal_patch_size)
+    model_sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    if sizes != model_sizes:
+        raise ValueError(
+            f"{file}: patch_size, merge_size, temporal_patch_size = {sizes}, but the model's vision tower has "
+            f"{model_sizes}: use the file of the model"
+        )
 
 
 def _read_file(content: bytes | Path) -> bytes:
@@ -288,8 +277,4 @@ def _read_file(content: bytes | Path) -> bytes:
         check_regular_file(content)
         return content.read_bytes()
     except OSError as error:
-        raise ValueError(f"the image {content} cannot be read ({error.strerror})") from error
-
-
-def _name_file(content: bytes | Path) -> str:
-    return str(content) if isinstance(content, Path) else ""
+        raise ValueError(f"the image cannot be read ({error.strerror})") from error
