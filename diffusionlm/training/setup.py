@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from config.finetune.preference import PreferenceConfig
-from config.model import ModelConfig
+from config.model import ModelConfig, VisionPart
 from config.model_section import ModelSection
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
@@ -176,6 +176,8 @@ class ModelBuilder:
     attention_backend: AttentionBackend = "auto"
     adapter: AdapterSpec | None = None
     """The adapter that is trained in place of the model. None: the model is."""
+    freeze: tuple[VisionPart, ...] = ()
+    """Parts of the vision tower that are not trained."""
 
     def build(self, device: torch.device) -> Transformer:
         """Build the whole model with its weights.
@@ -192,7 +194,12 @@ class ModelBuilder:
             ).train()
         else:
             model = self._load_with_adapter(self.directory, self.adapter, device)
-        return model.to(device)
+        return self._freeze(model).to(device)
+
+    def _freeze(self, model: Transformer) -> Transformer:
+        if model.model.visual is not None:
+            model.model.visual.freeze(self.freeze)
+        return model
 
     def _load_with_adapter(
         self, directory: Path, adapter: AdapterSpec, device: torch.device | None = None
@@ -218,7 +225,7 @@ class ModelBuilder:
             model = Transformer(self.config, attention_backend=self.attention_backend)
         if self.adapter is not None:
             self.adapter.add_to(model, self.seed)
-        return model
+        return self._freeze(model)
 
     def values(self) -> Callable[[str], Tensor]:
         """A function from the name of a parameter or buffer to its initial value, whole, on the CPU: for ranks that
@@ -286,6 +293,7 @@ def create_model_builder(
         config.run.seed,
         config.runtime.attention_backend,
         AdapterSpec.from_config(config, precision),
+        config.training.freeze,
     )
 
 
@@ -345,12 +353,18 @@ def parallelize(
 def parameter_units(model: Transformer) -> list[ParameterUnit]:
     """Modules in the order of execution, each with the names of the parameters that it reads first.
 
-    The units are the embedding (with the head if tied), the blocks, and the last norm with an untied head.
+    The units are the embeddings (with the head if tied), the blocks and mergers of a vision tower, the blocks, and the
+    last norm with an untied head.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
+    embeddings: list[nn.Module] = [model.model.embed_tokens]
+    blocks, visual = [*model.model.layers], model.model.visual
+    if visual is not None:
+        embeddings += [visual.patch_embed, visual.pos_embed]
+        blocks = [*visual.blocks, *visual.deepstack_merger_list, visual.merger, *blocks]
     stages: list[tuple[nn.Module, list[nn.Parameter]]] = [
-        (model, list(model.model.embed_tokens.parameters())),
-        *((block, list(block.parameters())) for block in model.model.layers),
+        (model, [parameter for module in embeddings for parameter in module.parameters()]),
+        *((block, list(block.parameters())) for block in blocks),
         (model.model.norm, [*model.model.norm.parameters(), *model.lm_head.parameters()]),
     ]
     units: list[ParameterUnit] = []

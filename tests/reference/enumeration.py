@@ -201,7 +201,7 @@ class StandIn:
         inputs_BL: Tensor,
         *,
         pattern: AttentionPattern,
-        images: None,
+        images: None = None,
         output_positions: Tensor,
         loss_inputs: LossInputs,
     ) -> LossOutput:
