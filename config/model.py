@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, TupleOf
 
+VisionPart = Literal["vision", "merger"]
+"""Parts of a vision tower: patch embedding, position table and blocks; or what projects their outputs to the text."""
 BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from config.base import Section
-from config.data import DataConfig
+from config.data import DataConfig, ImagesConfig
 from config.evaluation.tasks import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
@@ -102,6 +102,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"data.row_length = {self.row_length} must be at most the model's context, "
                 f"model.max_position_embeddings = {self.model.max_position_embeddings}"
+            )
+        if self.model.vision is None and self.data.images != ImagesConfig():
+            raise ValueError(
+                "[data.images] is for a model with a vision tower: set [model.vision], name a model with one in "
+                "model.init_from, or remove [data.images]"
+            )
+        if self.training.freeze and self.model.vision is None:
+            raise ValueError(
+                f"training.freeze = {list(self.training.freeze)} freezes parts of a vision tower, and the model has "
+                "none: remove it, or train a model with [model.vision]"
             )
         warmup = self.schedule.warmup_steps
         if warmup is not None and self.training.max_steps is not None and warmup >= self.training.max_steps:
@@ -321,6 +331,12 @@ class TrainConfig(Section):
             ValueError: the mesh does not combine with another key.
         """
         parallel.check_model(self.model)
+        if self.model.vision is not None and (parallel.context > 1 or parallel.sequence_norms):
+            raise ValueError(
+                f"parallel.context = {parallel.context}, sequence_norms = {str(parallel.sequence_norms).lower()}: a "
+                "model with a vision tower reads images into whole sequences, which these divide: set context = 1 and "
+                "sequence_norms = false; parallel.tensor divides its text layers"
+            )
         is_split, is_matrix = parallel.context > 1, parallel.tensor > 1
         objective, is_muon = self.objective, isinstance(self.optimizer, MuonConfig)
         has_mask_noise = not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps

@@ -70,7 +70,7 @@ class FullySharded:
 
         self.world = world
         self.model: Any = model
-        cast(Any, model).has_collective_forwards = True
+        cast(Any, model).has_collective_forwards = cast(Any, model).has_collective_tower = True
         self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
         names = {name for _, names in units for name in names}

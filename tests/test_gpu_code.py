@@ -22,6 +22,7 @@ ALLOWED = {
     "diffusionlm/checkpoints/adapter_files.py:save_adapter": "weights that are written",
     "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "weights that are hashed, part by part",
     "diffusionlm/checkpoints/weights.py:save_weights": "weights that are written",
+    "diffusionlm/training/run_checkpoint.py:_check_frozen_weights": "frozen weights, when a run resumes",
     "diffusionlm/training/checkpointing/staging.py:copy": "all copies of a checkpoint: once",
     "ddp/context_parallel.py:gather_losses": "positions on the CPU",
     "ddp/fully_sharded.py:_gather": "a whole parameter that is written",

@@ -28,6 +28,8 @@ ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 ROUTER_SUFFIX = ".mlp.gate"
 """End of a router's name, which "all-linear" leaves out."""
+TOWER_PREFIX = "model.visual."
+"""Start of the names of a vision tower."""
 MATCH_SECONDS = 0.05
 """CPU time of the process to match a pattern, which may come from anybody's adapter_config.json, with one name: usually
 microseconds."""
@@ -48,7 +50,7 @@ class LoraConfig(Section):
     """Probability that an input of A is zero in training."""
     targets: str | TupleOf[str] = ALL_LINEAR
     """Adapted projections: "all-linear" (all but the head), a list of module names such as `q_proj` or `lm_head`, or a
-    regular expression that matches whole module names."""
+    regular expression that matches whole module names. A vision tower has no adapters."""
     exclude: str | TupleOf[str] = ()
     """Module names that are left out, or a regular expression that matches whole module names."""
     layers_to_transform: TupleOf[NonNegativeInt] = ()
@@ -140,6 +142,8 @@ class LoraConfig(Section):
             name: of the projection in the model.
             module_name: its name in the checkpoints of the model's family, which targets and patterns mean.
         """
+        if name.startswith(TOWER_PREFIX):
+            return False
         if self.targets == ALL_LINEAR and (name == HEAD or name.endswith(ROUTER_SUFFIX)):
             return False
         return self.selects(module_name) and not self.excludes(module_name)

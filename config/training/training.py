@@ -13,7 +13,10 @@ from config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    TupleOf,
+    check_distinct,
 )
+from config.model import VisionPart
 
 
 class RunConfig(Section):
@@ -49,6 +52,9 @@ class TrainingConfig(Section):
     ema_decay: HalfOpenFraction = 0.0
     """Decay per step of an exponential moving average of the weights, which validation, samples and model.safetensors
     then use. 0: no average."""
+    freeze: TupleOf[VisionPart] = ()
+    """Parts of a vision tower that are not trained: "vision" (patch embedding, position table and blocks) and "merger"
+    (what projects their outputs to the text)."""
     neftune_alpha: PositiveFloat | None = None
     """Add uniform noise in +- alpha / sqrt(L d) to the input embeddings of training (NEFTune, Jain et al. 2023), for
     the L tokens of a conversation or text, packed or not, and the hidden size d; 5 to 15 are usual. None: no noise."""
@@ -67,6 +73,7 @@ class TrainingConfig(Section):
         micro = self.micro_batch_size
         if micro is not None and self.batch_size % micro:
             raise ValueError(f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {micro}")
+        check_distinct({"freeze": self.freeze})
         return self
 
 

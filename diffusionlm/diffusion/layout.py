@@ -114,7 +114,7 @@ class InputLayout:
         masked_indices_N = masked.flatten().nonzero()[:, 0]
         is_padding_BL = batch.is_eos_padding_BL
         positions_N = masked_indices_N - int(self.alignment == "shifted")
-        inputs: Tensor = batch.tokens_BL
+        inputs, images = batch.tokens_BL, batch.images
         pattern: AttentionPattern = Causal(documents_BL)
         if not self.is_autoregressive:
             assert self.mask_token is not None
@@ -132,6 +132,7 @@ class InputLayout:
                 is_block_start_BL = (parts_BL % self.block_length == 0).expand(masked.shape)
                 if bool((is_block_start_BL & (offsets_BL > 0)).any()):
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
+                    images = None if images is None else images.double()
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
                     masked_indices_N = masked_indices_N[order]
@@ -146,6 +147,7 @@ class InputLayout:
             batch.loss_mask_BL,
             batch.segment_BL,
             is_eos_padding_N=None if is_padding_BL is None else is_padding_BL.flatten()[masked_indices_N],
+            images=images,
         )
 
     def split_for_noise(self, batch: CleanBatch) -> CleanBatch:

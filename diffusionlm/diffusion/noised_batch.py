@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
+from diffusionlm.models.vision.inputs import ImageInputs
 
 FORWARD_TENSORS = (
     "inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N", "answer_lengths_Q",
@@ -44,22 +45,41 @@ class CleanBatch:
     """True for target tokens that are padding after an answer. None: there are none."""
     is_desirable_B1: Tensor | None = None
     """Label of each row's answer. None: the answers have no labels."""
+    images: ImageInputs | None = None
+    """Images in the sequences. None: there are none."""
+
+    def __post_init__(self) -> None:
+        """Check that no image position is a target.
+
+        Raises:
+            ValueError: the loss mask includes positions of images.
+        """
+        if self.images is None:
+            return
+        num_targets = int(self.loss_mask_BL.flatten()[self.images.indices_M].sum())
+        if num_targets:
+            raise ValueError(
+                f"loss_mask_BL is True at {num_targets} of {len(self.images.indices_M)} image positions, which have "
+                "features and no token to predict: set it to False there"
+            )
 
     def select(self, sequences: slice) -> CleanBatch:
         """Some of the sequences."""
-        return self._map(lambda tensor: tensor[sequences])
+        return self._map(lambda tensor: tensor[sequences], lambda images: images.select(sequences))
 
     def repeat(self, num_copies: int) -> CleanBatch:
         """Copies of the batch, one after the other."""
-        return self if num_copies == 1 else self._map(lambda tensor: tensor.repeat(num_copies, 1))
+        if num_copies == 1:
+            return self
+        return self._map(lambda tensor: tensor.repeat(num_copies, 1), lambda images: images.repeat(num_copies))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> CleanBatch:
-        optional = (self.document_BL, self.segment_BL, self.is_eos_padding_BL, self.is_desirable_B1)
-        return CleanBatch(
-            function(self.tokens_BL),
-            function(self.loss_mask_BL),
-            *(None if tensor is None else function(tensor) for tensor in optional),
-        )
+    def _map(
+        self, function: Callable[[Tensor], Tensor], map_images: Callable[[ImageInputs], ImageInputs | None]
+    ) -> CleanBatch:
+        tensors: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors, images=None if self.images is None else map_images(self.images))
 
 
 @dataclass(frozen=True)
@@ -120,6 +140,8 @@ class NoisedBatch:
     """Part of `denominator` that EOS padding contributes."""
     is_auxiliary: bool = False
     """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
+    images: ImageInputs | None = None
+    """Images at positions of the inputs. None: there are none."""
     on_host: NoisedBatch | None = None
     """The batch on the CPU that this one is a copy of. None: this one is on the CPU."""
 
@@ -145,4 +167,5 @@ class NoisedBatch:
 
     def _map_forward_tensors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in FORWARD_TENSORS}
-        return {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        mapped: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return mapped if self.images is None else {**mapped, "images": self.images.map_tensors(function)}

@@ -303,6 +303,7 @@ def compute_nll(model: Transformer, noised_batch: NoisedBatch, loss_inputs: Loss
     output = model(
         noised_batch.inputs_BS,
         pattern=noised_batch.pattern,
+        images=noised_batch.images,
         output_positions=noised_batch.positions_N,
         loss_inputs=loss_inputs,
     )

@@ -243,7 +243,11 @@ def compute_masked_nll(
     loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)
     with nvtx.annotate("likelihood: forward"):
         output = model(
-            noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N, loss_inputs=loss_inputs
+            noised.inputs_BS,
+            pattern=noised.pattern,
+            images=noised.images,
+            output_positions=noised.positions_N,
+            loss_inputs=loss_inputs,
         )
     nll_N = output.nll_N.double().cpu().numpy()
     check_finite(~np.isnan(nll_N))

@@ -109,6 +109,10 @@ class Transformer(nn.Module):
         """Decoding on a GPU may record forwards: parameters stay where they are in memory."""
         self.has_collective_forwards = False
         """Whether all ranks take part in each forward, so that none may repeat one alone."""
+        self.has_collective_tower = False
+        """Whether all ranks take part in each forward of the vision tower, so that each runs it in all forwards."""
+        self.store_features: Callable[[ImageInputs, Tensor], None] | None = None
+        """Called with images and the features [E, F, D] that the tower computed of their patches."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums a tensor over ranks with different positions, for the load-balancing loss of all of them."""
         self.values_of_first_rank: Callable[[Tensor], Tensor] | None = None
@@ -174,8 +178,7 @@ class Transformer(nn.Module):
             positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
                 sequence.
             inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
-            images: their features replace the embeddings of their positions, and more are added after the first
-                blocks (DeepStack). The position ids are theirs.
+            images: features in place of embeddings, and more after the first blocks (DeepStack); the position ids.
             output_positions: flat indices into B * L, ascending, [P]. The last block computes queries and feed-forward,
                 and the head logits, for these positions only.
             loss_inputs: targets and weights at ``output_positions``; the logits are never held all at once.
@@ -197,12 +200,13 @@ class Transformer(nn.Module):
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         deep_features_KMD: Sequence[Tensor] = ()
+        if images is None and self._always_runs_tower():
+            images = ImageInputs.none(positions)
         if images is not None:
             (features_MD, *deep_features_KMD), positions = self._read_images(images, x), images.positions_3BS
             x = x.flatten(0, 1).index_copy(0, images.indices_M, features_MD).view_as(x)
         rope = self._build_rotary_tables(positions if positions.dim() > 1 else positions[None], x)
-        has_balance = loss_inputs is not None and bool(loss_inputs.load_balancing_weight)
-        log = RoutingLog() if has_balance else None
+        log = RoutingLog() if loss_inputs is not None and loss_inputs.load_balancing_weight else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
             x = block(x, rope, attention, output_positions=output_positions if index == last else None, routings=log)
@@ -247,18 +251,35 @@ class Transformer(nn.Module):
         load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)
         return replace(output, load_balancing_loss=loss_inputs.load_balancing_weight * load_balancing_loss)
 
+    def _always_runs_tower(self) -> bool:
+        """Whether the vision tower runs in a forward without patches as well, on a blank image that no position shows.
+
+        A sharded tower needs all ranks. Of a trained one all parameters then have gradients in each step, zeros in
+        place of none, so that updates, optimizer state and checkpoints are the same for any division of the images
+        into micro-batches and ranks.
+        """
+        if self.model.visual is None:
+            return False
+        is_trained = torch.is_grad_enabled() and any(value.requires_grad for value in self.model.visual.parameters())
+        return is_trained or self.has_collective_tower
+
     def _read_images(self, images: ImageInputs, x: Tensor) -> Sequence[Tensor]:
         """Features at the image positions, E times [M, D], in the dtype of x.
 
         Raises:
             ValueError: the model has no vision tower.
         """
-        features_EFD = images.features_EFD
-        if features_EFD is None:
-            if self.model.visual is None:
+        visual, patches_PC, grids = self.model.visual, images.patches_PC, images.grids[images.num_stored :]
+        if visual is not None and patches_PC is None and self._always_runs_tower():
+            patches_PC, grids = visual.build_blank_image(x.device)
+        parts = [] if images.features_EFD is None else [images.features_EFD]
+        if patches_PC is not None:
+            if visual is None:
                 raise ValueError("the model has no vision tower, so it cannot read images: load a Qwen3-VL model")
-            assert images.patches_PC is not None, "patches or features"
-            features_EFD = self.model.visual(images.patches_PC, images.grids)
+            parts.append(visual(patches_PC, grids))
+            if self.store_features is not None and images.patches_PC is not None:
+                self.store_features(images, parts[-1])
+        features_EFD = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return features_EFD[:, images.feature_rows_M].to(x.dtype).unbind()
 
     def _prepare_attention(

@@ -19,6 +19,8 @@ OptimizerState = dict[str, torch.Tensor]
 Group = dict[str, Any]
 """A parameter group in torch's form: ``params``, ``name`` and options."""
 
+HIDDEN_NAMES = (".layers.", ".visual.blocks.", ".visual.merger.", ".visual.deepstack_merger_list.")
+"""What names of parameters between embedding and head have in them."""
 FULL_PRECISION_STATE_GROUPS = ("embed", "scalar")
 """Groups whose moments are never quantized, as Dettmers et al. advise: the gradients of an embedding are too uneven for
 blocks with one scale."""
@@ -130,9 +132,9 @@ def build_optimizers(
 
     | group  | parameters                     | optimizer                    | decays by default   |
     |--------|--------------------------------|------------------------------|---------------------|
-    | hidden | matrices of the blocks         | that of the kind             | yes                 |
+    | hidden | matrices of blocks and mergers | that of the kind             | yes                 |
     | head   | the head if it is not tied     | that of the kind; Muon: rest | only as Muon's rest |
-    | embed  | the embedding                  | that of the kind; Muon: rest | only as Muon's rest |
+    | embed  | embeddings, also of patches    | that of the kind; Muon: rest | only as Muon's rest |
     | router | MoE routers                    | that of the kind; Muon: rest | yes                 |
     | scalar | norms and biases               | that of the kind; Muon: rest | no                  |
 
@@ -203,7 +205,7 @@ def requires_whole_matrix(config: OptimizerSection, name: str, parameter: torch.
 def _assign_group(name: str, parameter: torch.Tensor) -> str:
     if parameter.dim() < 2:
         return "scalar"
-    if ".layers." not in name:
+    if not any(part in name for part in HIDDEN_NAMES):
         return "head" if "lm_head" in name else "embed"
     return "router" if name.endswith("mlp.gate.weight") else "hidden"
 

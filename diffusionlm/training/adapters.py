@@ -89,11 +89,23 @@ class ModelFiles:
     base_fingerprint: BaseFingerprint | None
     """Of the base of the adapter; None: the run trains the whole model."""
 
-    def saved_values(self) -> dict[str, Tensor] | None:
-        """The parameters that a checkpoint holds, in this rank's form. None: all."""
-        if self.config.lora is None:
+    def saved_values(self, averages: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+        """The parameters that a checkpoint holds, in this rank's form. None: all.
+
+        ``averages``: in place of the trained parameters.
+        """
+        if self.config.lora is None and averages is None:
             return None
-        return {name: local_values(value) for name, value in self.model.named_parameters() if value.requires_grad}
+        return {
+            name: local_values(value)
+            for name, value in self.model.named_parameters()
+            if self.config.lora is None or value.requires_grad
+        } | (averages or {})
+
+    @property
+    def frozen_names(self) -> set[str]:
+        """Parameters that are not trained."""
+        return {name for name, value in self.whole_model.named_parameters() if not value.requires_grad}
 
     def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write config.json, generation_config.json and the weights: the model's, or those of its adapter.

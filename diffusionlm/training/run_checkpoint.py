@@ -10,6 +10,7 @@ from torch import Tensor
 from config.data import HubDataset, Source
 from config.dump import to_toml
 from config.training.parallel import SingleProcess
+from ddp.parallelism import local_values
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import (
     CardTraining,
@@ -94,7 +95,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
     state.parallel.check_replicas_equal()
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
-        values = average or model_files.saved_values()
+        values = model_files.saved_values(average)
         if state.parallel.has_all_weights:
             weights = dict(state.parallel.iterate_whole_parameters(values))
         else:  # gathered below, straight to where the others are copied
@@ -130,6 +131,8 @@ def resume_run(run: Run) -> None:
     _check_same_reference(run, checkpoint)
     state = run.state
     weights = run.model_files.read(checkpoint)
+    frozen_names = run.model_files.frozen_names & weights.keys()
+    _check_frozen_weights(run, checkpoint, {name: weights.pop(name) for name in frozen_names})
     if state.ema is not None and checkpoint.has_live_weights:
         state.ema.restore(state.parallel.slice_own_rows(weights), checkpoint.state["average_updates"])
     with state.master_weights.as_float32():
@@ -182,6 +185,17 @@ def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:
         f"{checkpoint.path}: {difference or 'it was another one'}. Restore it, name another run.directory, or set "
         'checkpoint.config_change = "accept"'
     )
+
+
+def _check_frozen_weights(run: Run, checkpoint: LoadedCheckpoint, frozen: dict[str, Tensor]) -> None:
+    """Check that parameters that are not trained, which `model.init_from` has, are those of the checkpoint."""
+    parameters = dict(run.state.model.named_parameters())
+    for name, value in run.state.parallel.slice_own_rows(frozen).items():
+        if not torch.equal(local_values(parameters[name]).cpu(), value):
+            raise ValueError(
+                f"{name}, which is not trained, differs between model.init_from = {run.config.model.init_from} and "
+                f"{checkpoint.path}: restore the model, or name another run.directory"
+            )
 
 
 def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from diffusionlm.models.patterns import (
     DenseBias,
     PromptAndOwnBlock,
 )
+from diffusionlm.models.vision.inputs import ImageInputs
 from diffusionlm.training.metrics import StepMetrics
 from files.atomic import write_bytes_atomic
 from files.json_files import read_json_object
@@ -118,7 +119,7 @@ def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
         ValueError: the file is no record, damaged, or of an older version.
     """
     try:
-        with torch.serialization.safe_globals([NoisedBatch, *PATTERNS]):
+        with torch.serialization.safe_globals([NoisedBatch, ImageInputs, *PATTERNS]):
             return read_json_object(path), torch.load(path.with_suffix(".pt"), weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, LookupError, AttributeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error

@@ -186,6 +186,7 @@ def backward_micro_batches(
                 output = state.model(
                     own_batch.inputs_BS,
                     pattern=own_batch.pattern,
+                    images=own_batch.images,
                     output_positions=own_batch.positions_N,
                     loss_inputs=replace(loss_inputs, load_balancing_weight=load_balancing_weight),
                 )

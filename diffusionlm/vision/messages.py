@@ -16,10 +16,27 @@ Message = Mapping[str, Any]
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IMAGE_PLACEHOLDER = "".join(IMAGE_TOKENS)
 """An image in the text that a chat template renders; the middle token is repeated after encoding."""
+IMAGE_TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+"""Of ``IMAGE_TOKENS``, in `config.model.ModelConfig`."""
 IMAGE_MARK = "<image>"
 """Place of an image of the record in a text (LLaVA)."""
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 MAX_SHOWN = 60
+
+
+def find_image_tokens(special_tokens: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of ``IMAGE_TOKENS`` in a tokenizer, by their keys in a model's config.
+
+    Raises:
+        ValueError: the tokenizer has not all of them.
+    """
+    missing = [token for token in IMAGE_TOKENS if token not in special_tokens]
+    if missing:
+        raise ValueError(
+            f"the tokenizer has no special token {', '.join(missing)}, which a model with images needs: take the "
+            "tokenizer of a Qwen3-VL model, or train one with these tokens in special_tokens"
+        )
+    return {key: special_tokens[token] for key, token in zip(IMAGE_TOKEN_KEYS, IMAGE_TOKENS, strict=True)}
 
 
 def split_images(messages: Sequence[Message], folder: Path | None = None) -> tuple[list[Message], list[RawImage]]:

@@ -197,9 +197,15 @@ class StandIn:
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
 
     def __call__(
-        self, inputs_BL: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
+        self,
+        inputs_BL: Tensor,
+        *,
+        pattern: AttentionPattern,
+        images: None = None,
+        output_positions: Tensor,
+        loss_inputs: LossInputs,
     ) -> LossOutput:
-        assert pattern == Bidirectional() and loss_inputs.excluded_token == self.config.mask_token_id
+        assert images is None and pattern == Bidirectional() and loss_inputs.excluded_token == self.config.mask_token_id
         nll_N = self.nats(inputs_BL[output_positions // inputs_BL.shape[1]], loss_inputs.targets_N).double()
         return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
 

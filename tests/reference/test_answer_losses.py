@@ -284,7 +284,8 @@ def test_validation_of_packed_conversations_equals_that_of_separate_ones(
 ) -> None:
     rows = place(conversations(2))
     present = [name for name, value in vars(rows[0]).items() if value is not None]
-    together = CleanBatch(**{name: torch.cat([getattr(row, name) for row in rows]) for name in present})
+    tensors: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in present}
+    together = CleanBatch(**tensors)
     separate, packed = (
         report_of(model, batch, block_length, samples=3) for batch in (together, pack(conversations(2)))
     )

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.model import VisionConfig
+from config.model import VisionConfig, VisionPart
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear, rotate
 from diffusionlm.models.tensors import copy_to_device
@@ -25,6 +25,11 @@ from diffusionlm.models.vision.inputs import Grid
 NORM_EPS = 1e-6
 ROPE_THETA = 10_000.0
 NUM_CHANNELS = 3
+MODULES_OF_PARTS: dict[VisionPart, tuple[str, ...]] = {
+    "vision": ("patch_embed", "pos_embed", "blocks"),
+    "merger": ("merger", "deepstack_merger_list"),
+}
+"""Modules of the parts of a tower that `training.freeze` names."""
 
 
 class LayerNorm(nn.LayerNorm):
@@ -56,6 +61,8 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        self.num_values = NUM_CHANNELS * config.patch_size**2
+        """C, of a patch."""
         self.proj = PatchProjection(config)
 
     def forward(self, patches_PC: Tensor) -> Tensor:
@@ -179,6 +186,15 @@ class VisionTower(nn.Module):
             if index in self.config.deepstack_visual_indexes:
                 deep_features.append(self.deepstack_merger_list[self.config.deepstack_visual_indexes.index(index)](x))
         return torch.stack([self.merger(x), *deep_features])
+
+    def build_blank_image(self, device: torch.device) -> tuple[Tensor, tuple[Grid]]:
+        """Patches and grid of the smallest image."""
+        return torch.zeros(self.config.spatial_merge_size**2, self.patch_embed.num_values, device=device), ((1, 1),)
+
+    def freeze(self, parts: Sequence[VisionPart]) -> None:
+        """Freeze parts of the tower."""
+        for name in (name for part in parts for name in MODULES_OF_PARTS[part]):
+            self.get_submodule(name).requires_grad_(requires_grad=False)
 
     def _find_places(self, grids: Sequence[Grid], device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and column of each patch in its image, and as a point in the position table, whose corners are those of

@@ -143,6 +143,8 @@ def test_repeat_and_select() -> None:
         alone_1LV = model(example.tokens_1L, pattern=Causal(), images=images)
         torch.testing.assert_close(logits_2LV[index], alone_1LV[0], rtol=1e-4, atol=1e-4)
         selected = both.select(slice(index, index + 1))
+        assert selected is not None and selected.grids == images.grids
+        torch.testing.assert_close(selected.patches_PC, images.patches_PC, rtol=0.0, atol=0.0)
         torch.testing.assert_close(
             model(example.tokens_1L, pattern=Causal(), images=selected), alone_1LV, rtol=1e-4, atol=1e-4
         )
