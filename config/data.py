@@ -259,6 +259,23 @@ class MixtureEntry(Section):
     """Name in logs. None: its kind and index."""
 
 
+class ImagesConfig(Section):
+    """``[data.images]``: sizes of the images of conversations. A larger image is scaled down, a smaller one up."""
+
+    min_pixels: PositiveInt | None = None
+    """Pixels of the smallest image. None: as in the preprocessor_config.json of model.init_from; for random weights
+    those of one position of the text."""
+    max_pixels: PositiveInt | None = None
+    """Pixels of the largest image; Qwen3-VL has a position for each 1,024. None: as in the preprocessor_config.json of
+    model.init_from; for random weights those of 256 positions."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}: lower it")
+        return self
+
+
 class DataConfig(Section):
     """``[data]``: source or mixture, rows, order, workers."""
 
@@ -292,6 +309,7 @@ class DataConfig(Section):
     row_shuffle_window: NonNegativeInt = 8_192
     """Rows are shuffled within windows of this size, so that a batch holds many documents; 0 keeps their order. Of
     conversations at most 256."""
+    images: ImagesConfig = ImagesConfig()
     workers: NonNegativeInt = 0
     """Processes that tokenize, pack and draw noise while the model trains: the first one packs and draws, further ones
     tokenize for it. 0: this happens between the steps. Rows and noise do not depend on it."""

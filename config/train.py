@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from config.base import Section
-from config.data import DataConfig
+from config.data import DataConfig, ImagesConfig
 from config.evaluation.tasks import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
@@ -102,6 +102,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"data.row_length = {self.row_length} must be at most the model's context, "
                 f"model.max_position_embeddings = {self.model.max_position_embeddings}"
+            )
+        if self.model.vision is None and self.data.images != ImagesConfig():
+            raise ValueError(
+                "[data.images] is for a model with a vision tower: set [model.vision], name a model with one in "
+                "model.init_from, or remove [data.images]"
             )
         if self.training.freeze and self.model.vision is None:
             raise ValueError(

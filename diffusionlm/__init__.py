@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
     from diffusionlm.serving.engine import Engine
+    from diffusionlm.vision.processor import load_processor
     from tokenizer import encode_chat, load_chat_template, render_chat
 
     __version__: str
@@ -58,6 +59,7 @@ _MODULE_OF_NAME = {
     "Transformer": "diffusionlm.models.transformer",
     "Engine": "diffusionlm.serving.engine",
     "RequestOptions": "diffusionlm.inference.requests",
+    "load_processor": "diffusionlm.vision.processor",
     "encode_chat": "tokenizer",
     "load_chat_template": "tokenizer",
     "render_chat": "tokenizer",
@@ -87,6 +89,7 @@ __all__ = [
     "init_weights",
     "load_chat_template",
     "load_model",
+    "load_processor",
     "load_tokenizer",
     "nelbo",
     "read_adapter",

@@ -34,7 +34,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm.families": set(),
     "diffusionlm.kernels": set(),
     "diffusionlm.models": {"diffusionlm.kernels"},
-    "diffusionlm.vision": {"diffusionlm.models"},
+    "diffusionlm.vision": {"diffusionlm.families", "diffusionlm.models"},
     "diffusionlm.diffusion": {"diffusionlm.models", "diffusionlm.kernels"},
     "diffusionlm.data": {"tokenizer", "diffusionlm.diffusion", "diffusionlm.models", "diffusionlm.vision"},
     "diffusionlm.optim": {"ddp"},

@@ -6,6 +6,7 @@ import heapq
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, Literal
 
@@ -102,6 +103,14 @@ class Tokenizer:
         """
         options.check(self.special_tokens)
         return self._change(options=options)
+
+    def with_visible_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+        """Return a copy to which these special tokens are what they are in the messages of a chat, too.
+
+        Raises:
+            ValueError: one is not among the special tokens.
+        """
+        return self.with_options(replace(self.options, visible_tokens=self.visible_tokens.union(tokens)))
 
     def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
         """Return a copy with this chat template, which is saved with it. It does not change the fingerprint."""

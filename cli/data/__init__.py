@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         source = RowSource.open(config, arguments.split)
     rows, counts = count_rows(read_rows(source), source, arguments.rows)
     if arguments.json:
-        shown = [row_to_json(row, source.tokenizer) for row in rows]
+        shown = [row_to_json(row, source.tokenizer, source.processor) for row in rows]
         print(json.dumps({"rows": shown, "counts": counts}, ensure_ascii=False))
         return
     parts = [

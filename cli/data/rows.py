@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from diffusionlm.data.pipeline import (
     open_components,
 )
 from diffusionlm.data.reader import ResumableReader, Split, iterate
+from diffusionlm.vision.processor import PROCESSOR_FILE, ImageProcessor, load_processor
 from files.terminal_text import escape_control_characters, print_message
 from logger.pages import Part, Table
 from tokenizer import Tokenizer
@@ -34,7 +36,10 @@ ROWS_PER_READ = 64
 MAX_COUNTED_ROWS = 10_000
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
-STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "eos_padding": "magenta", "block": "cyan"}
+STYLES = {
+    "context": "dim", "answer": "green", "stop": "bold reverse green", "eos_padding": "magenta", "block": "cyan",
+    "image": "yellow",
+}  # fmt: skip
 OPENING = {"context": "", "answer": "[[", "eos_padding": "{"}
 CLOSING = {"context": "", "answer": "]]", "eos_padding": "}"}
 LEGEND = "prompts as they are, [[learned tokens]], {EOS padding}, | begins a block"
@@ -53,6 +58,8 @@ class RowSource:
     split: Split
     components: list[MixtureComponent]
     tokenizer: Tokenizer
+    processor: ImageProcessor | None = None
+    """Reads images. None: they are refused."""
 
     @classmethod
     def open(cls, config: TrainConfig, split: Split) -> RowSource:
@@ -61,14 +68,18 @@ class RowSource:
         Raises:
             ValueError: the sources, the tokenizer or the chat template cannot be read.
         """
-        from diffusionlm.training.setup import find_tokenizer
+        from diffusionlm.training.setup import find_tokenizer, open_processor
 
-        components, directory = open_components(config.data, split), config.run.directory / "tokenizer"
+        processor, directory = open_processor(config), config.run.directory / "tokenizer"
+        path = None if config.tokenizer.path is None else Path(config.tokenizer.path)
+        if processor is None and path is not None and (path / PROCESSOR_FILE).is_file():
+            processor = load_processor(path)  # of files, whose config has no model
+        components = open_components(config.data, split, processor=processor)
         if directory.is_dir():
-            return cls(config, split, components, load_tokenizer(directory))
+            return cls(config, split, components, load_tokenizer(directory), processor)
         texts = components if split == "train" else open_components(config.data, "train")
-        tokenizer = find_tokenizer(config.tokenizer, config.model.init_from, texts, print_message)
-        return cls(config, split, components, tokenizer)
+        tokenizer = find_tokenizer(config.tokenizer, config.model, texts, print_message)
+        return cls(config, split, components, tokenizer, processor)
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:
@@ -157,12 +168,16 @@ class _Segment:
     """Index within its document."""
     token_ids: list[int]
     kinds: list[str]
-    """Of each token: context, answer (which is learned) or eos_padding."""
+    """Of each token: context, answer (which is learned), eos_padding, or the description of an image."""
 
 
-def _split_row(row: Row) -> Iterator[_Segment]:
+def _split_row(row: Row, processor: ImageProcessor | None) -> Iterator[_Segment]:
     segment_ids_L, is_eos_padding_L = _segments_and_eos_padding(row)
-    kinds_L = np.where(is_eos_padding_L, "eos_padding", np.where(row.loss_mask_L, "answer", "context"))
+    kinds_L = np.where(is_eos_padding_L, "eos_padding", np.where(row.loss_mask_L, "answer", "context")).astype(object)
+    for number, placed in enumerate(row.images, 1):
+        assert processor is not None, "it has read the image"
+        height, width = (side * processor.config.pixels_per_token for side in placed.image.grid)
+        kinds_L[placed.start : placed.end] = f"[image {number}: {height}x{width}, {placed.image.num_tokens:,} tokens]"
     for document in range(int(row.document_ids_L.max()) + 1):
         for index, number in enumerate(np.unique(segment_ids_L[row.document_ids_L == document])):
             part_L = (row.document_ids_L == document) & (segment_ids_L == number)
@@ -181,11 +196,13 @@ def format_row(row: Row, number: int, source: RowSource, *, is_full: bool) -> li
     if row.is_desirable_1 is not None:
         numbers += ", desirable" if row.is_desirable_1.all() else ", undesirable"
     parts.append(Text(f"row {number}: {numbers}", "bold"))
-    segments = list(_split_row(row))
+    segments = list(_split_row(row, source.processor))
     first_segments = segments if is_full else segments[:MAX_SEGMENTS]
     for segment in first_segments:
         count = segment.kinds.count
         numbers = f"{count('context'):,} context, {count('answer'):,} learned, {count('eos_padding'):,} EOS padding"
+        num_image_tokens = sum(kind not in OPENING for kind in segment.kinds)
+        numbers += f", {num_image_tokens:,} of images" if num_image_tokens else ""
         parts.append(Text(f"- document {segment.document + 1}, segment {segment.number + 1}: {numbers}", "bold"))
         parts.append(_format_segment(segment, source, is_full=is_full))
     if len(first_segments) < len(segments):
@@ -202,6 +219,9 @@ def _format_segment(segment: _Segment, source: RowSource, *, is_full: bool) -> T
     length = len(kinds) if block_length in (None, 1) else block_length
     for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
         run = list(group)
+        if kind not in OPENING:
+            text.append(kind, STYLES["image"])
+            continue
         is_short = is_full or kind == "eos_padding" or len(run) <= 3 * NUM_END_TOKENS
         hidden = range(0) if is_short else range(run[NUM_END_TOKENS], run[-NUM_END_TOKENS])
         text.append(OPENING[kind], STYLES[kind])
@@ -230,17 +250,20 @@ def _decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return escape_control_characters(tokenizer.decode(token_ids))
 
 
-def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arrays of a row, and its segments as text."""
+def row_to_json(row: Row, tokenizer: Tokenizer, processor: ImageProcessor | None = None) -> dict[str, Any]:
+    """The arrays of a row, and its segments as text; of images the first position and the size in positions."""
     segments = []
-    for segment in _split_row(row):
+    for segment in _split_row(row, processor):
         texts = {
             kind: tokenizer.decode(list(compress(segment.token_ids, (kind == other for other in segment.kinds))))
             for kind in OPENING
         }
         segments.append({"document": segment.document, "segment": segment.number, **texts})
-    arrays = {name[:-2]: None if value is None else value.tolist() for name, value in vars(row).items()}
-    return {"segments": segments, **arrays}
+    images = [{"start": placed.start, "grid": placed.image.grid} for placed in row.images]
+    arrays = {
+        name[:-2]: None if value is None else value.tolist() for name, value in vars(row).items() if name != "images"
+    }
+    return {"segments": segments, "images": images, **arrays}
 
 
 def format_counts(counts: dict[str, Any], source: RowSource) -> list[Part]:

@@ -18,7 +18,7 @@ ChatRole = Literal["system", "user", "assistant", "tool", "function_call"]
 
 COLUMNS = (
     "messages", "conversations", "role", "content", "system", "tools", "instruction", "input", "output", "history",
-    "prompt", "completion", "chosen", "rejected", "label", "task",
+    "prompt", "completion", "chosen", "rejected", "label", "task", "image", "images",
 )  # fmt: skip
 """The fields of the formats, which `columns` maps to those of the data."""
 
@@ -71,7 +71,8 @@ class ChatRowsConfig(Section):
     columns system and tools. alpaca: instruction, input, output, and optional system and history. prompt_completion:
     strings or lists of messages. preference: prompt, chosen and rejected; without a prompt it is instruction and input,
     or messages, where answers are texts or single messages, else their common beginning. unpaired: one of the others
-    and a label (or kto_tag): true for a desirable last answer. auto: by the columns of each record."""
+    and a label (or kto_tag): true for a desirable last answer. auto: by the columns of each record. Each may have
+    images: content parts of the user's messages, or a column image or images."""
     columns: Mapping[str, NonEmptyStr] = Field(default_factory=dict)
     """Field of the format -> column of the data, such as {prompt = "question", completion = "answer"}. Others have
     their own names. LLaMA-Factory's query, response and kto_tag are input, output and label."""

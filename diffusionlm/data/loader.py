@@ -36,13 +36,24 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import segment_starts
+from diffusionlm.vision.batches import build_image_inputs
+from diffusionlm.vision.processor import ImageProcessor
 from tokenizer import Tokenizer
 
 ROWS_PER_READ = 1_024
 
 
-def collate_rows(rows: Sequence[Row]) -> CleanBatch:
-    """Stack B rows of L tokens into tensors of shape [B, L]."""
+def collate_rows(rows: Sequence[Row], processor: ImageProcessor | None = None) -> CleanBatch:
+    """Stack B rows of L tokens into tensors of shape [B, L], and compute the patches of their images.
+
+    Args:
+        processor: the one that has read the images. None: there are none.
+
+    Raises:
+        ValueError: an image cannot be read any more.
+    """
+    images = [row.images for row in rows]
+    assert processor is not None or not any(images), "the encoder of the conversations had it"
     segments_BL = _stack([row.segment_ids_L for row in rows if row.segment_ids_L is not None])
     return CleanBatch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
@@ -51,6 +62,7 @@ def collate_rows(rows: Sequence[Row]) -> CleanBatch:
         segment_BL=None if segments_BL is None else segments_BL.long(),
         is_eos_padding_BL=_stack([row.is_eos_padding_L for row in rows if row.is_eos_padding_L is not None]),
         is_desirable_B1=_stack([row.is_desirable_1 for row in rows if row.is_desirable_1 is not None]),
+        images=build_image_inputs(images, len(rows[0].tokens_L), processor.compute_patches) if processor else None,
     )
 
 
@@ -138,6 +150,8 @@ class Loader(StepLoader):
     """Each row of a step is filled up to the length of its longest conversation."""
     appends_mismatches: bool = False
     """Each row of a step also has its prompt with the answer of the next row, the last one with that of the first."""
+    processor: ImageProcessor | None = None
+    """The one that has read the images of the rows. None: there are none."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -171,7 +185,7 @@ class Loader(StepLoader):
         first_sequences = np.cumsum([0, *map(_count_noise_sequences, all_rows)]).tolist()
         noised_batches = []
         for start in range(0, rows_per_rank, self.micro_batch_size):
-            batch = collate_rows(rows[start : start + self.micro_batch_size])
+            batch = collate_rows(rows[start : start + self.micro_batch_size], self.processor)
             key = NoiseKey(self.seed, step, first_sequences[first_row + start], first_sequences[-1])
             forwards = (self.objective.build_noised_batch(batch, key), self.objective.build_auxiliary_batch(batch))
             noised_batches += [
@@ -238,6 +252,8 @@ class LoaderSpec:
     seed: int
     rank: int = 0
     world_size: int = 1
+    processor: ImageProcessor | None = None
+    """Reads the images of conversations. None: the model has no vision tower."""
 
     def open(self, components: list[MixtureComponent] | None = None, encoder: TextEncoder | None = None) -> Loader:
         """Build the loader.
@@ -249,7 +265,7 @@ class LoaderSpec:
         Raises:
             ValueError: the sources cannot be read, or the rows or ranks do not fit.
         """
-        components = open_components(self.data, "train") if components is None else components
+        components = open_components(self.data, "train", processor=self.processor) if components is None else components
         sources = (components, self.data, self.tokenizer, self.row_length, self.seed)
         block_length = self.objective.longest_block_length
         is_unpaired = self.objective.kind == "preference" and self.objective.loss.is_unpaired
@@ -269,6 +285,7 @@ class LoaderSpec:
             components=components,
             pads_to_longest=self.data.pads_to_longest,
             appends_mismatches=is_unpaired,
+            processor=self.processor,
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.data.reader import ReaderPosition, ResumableReader, Tokens, WindowedReader
+from diffusionlm.vision.images import PlacedImage
 
 T = TypeVar("T")
 SizedItem = TypeVar("SizedItem", bound=Sized)
@@ -35,6 +36,8 @@ class Document:
     """0, 1, ...: one segment per answer, with the context since the answer before it."""
     is_desirable: bool | None = None
     """Label of the answer. None: it has none, or it does not matter."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of its prompts, by position in the document."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,6 +59,8 @@ class Row:
     """Targets that are padding after a stop token. None: a run without conversations."""
     is_desirable_1: NDArray[np.bool_] | None = None
     """Label of the row's answer. None: the row is no labeled example."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of its documents, by position in the row."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class RowFormat:
         segment_ids: Any
         is_eos_padding: Any
         label = documents[0].is_desirable if documents and isinstance(documents[0], Document) else None
+        images: list[PlacedImage] = []
         row = Row(
             tokens_L=np.full(length, self.eos_token_id, dtype=np.int32),
             document_ids_L=np.full(length, -1, dtype=np.int32),
@@ -109,6 +115,7 @@ class RowFormat:
             if isinstance(document, Document):
                 tokens, loss_mask = document.tokens, document.loss_mask
                 segment_ids, is_eos_padding = document.segment_ids, document.is_eos_padding
+                images += [image.move(start) for image in document.images]
             else:
                 first += self.begin_with_eos  # padding is end-of-text, so the token at the start is already there
             end = first + len(document)
@@ -120,7 +127,7 @@ class RowFormat:
                 row.is_eos_padding_L[start:end] = is_eos_padding
                 num_segments = int(row.segment_ids_L[end - 1]) + 1
             start = end
-        return row
+        return replace(row, images=tuple(images)) if images else row
 
 
 @dataclass
@@ -309,4 +316,4 @@ def append_mismatch(row: Row, other: Row) -> Row:
             values[end:stop] = np.concatenate([getattr(row, name)[:start], answer])
     assert appended.segment_ids_L is not None
     appended.document_ids_L[end:stop] = appended.segment_ids_L[end:stop] = 1
-    return appended
+    return replace(appended, images=(*row.images, *(image.move(end) for image in row.images)))

@@ -38,6 +38,7 @@ from diffusionlm.data.shards import ShardDocuments, ShardReader
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TextEncoder, encode_inline, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
+from diffusionlm.vision.processor import ImageProcessor
 from tokenizer import Tokenizer
 
 MAX_CONVERSATION_ROWS = 256
@@ -88,11 +89,17 @@ def describe_skipped(components: Sequence[MixtureComponent]) -> str:
     return f" (left out: {'; '.join(lines)})" if lines else ""
 
 
-def open_components(config: DataConfig, split: Split, kinds: Collection[str] | None = None) -> list[MixtureComponent]:
+def open_components(
+    config: DataConfig,
+    split: Split,
+    kinds: Collection[str] | None = None,
+    processor: ImageProcessor | None = None,
+) -> list[MixtureComponent]:
     """Open the sources of a split.
 
     Args:
         kinds: only sources of these kinds. None: all.
+        processor: reads the images of conversations. None: images are refused.
 
     Raises:
         ValueError: a path or dataset cannot be read or holds no documents, or two components have one name.
@@ -106,7 +113,7 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
         source = (
             ShardDocuments(section, split, key) if isinstance(section, Shards) else open_source(section, split, key)
         )
-        chat = open_chat(section, f"{key}.chat")
+        chat = open_chat(section, f"{key}.chat", processor)
         components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))
     names = [component.name for component in components]
     duplicate = next((name for name in names if names.count(name) > 1), None)
@@ -115,16 +122,17 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
     return components
 
 
-def open_chat(section: Source, key: str) -> ChatRecords | None:
+def open_chat(section: Source, key: str, processor: ImageProcessor | None = None) -> ChatRecords | None:
     """What the records of a source mean as conversations; None: they are text.
 
     Args:
         key: config key of the section `chat`, for errors.
+        processor: as in `open_components`.
     """
     if not isinstance(section, RecordSourceOptions | ChatTasks) or section.chat is None:
         return None
     on_bad_row = "raise" if isinstance(section, ChatTasks) else section.on_bad_row
-    return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat))
+    return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat), processor)
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ from diffusionlm.evaluation.sampler_likelihood import SamplerReport, check_exact
 from diffusionlm.evaluation.statistics import bits_per_byte, ratio_with_standard_error
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.images import PlacedImage
+from diffusionlm.vision.processor import load_processor
 from files.toml_text import read_toml
 
 OnProgress = Callable[[str, str, int, int | None], None]
@@ -135,7 +137,10 @@ class OpenedText:
                 f"{context}: lower it"
             )
         data_config = build_data_config(config.data, self.model.config)
-        components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
+        has_images = self.model.config.vision is not None and bool(data_config.chats)
+        self.processor = load_processor(self.model.directory) if has_images else None
+        split: Literal["train", "validation"] = "validation" if config.data.split == "validation" else "train"
+        components = open_components(data_config, split, processor=self.processor)
         reader = build_row_reader(
             components,
             data_config,
@@ -230,14 +235,14 @@ def evaluate_likelihood(
     """
     started_at = time.perf_counter()
     config, row_length, layout, rows = text.config, text.row_length, text.layout, text.rows
-    batch = collate_rows(rows)
+    batch = collate_rows(rows, text.processor)
     maskable_BL = layout.maskable(batch)
     if not maskable_BL.any():
         raise ValueError(
             f"nothing to score in {len(rows)} rows of {row_length} tokens: shifted outputs do not predict the first "
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
-    report, gap = _score_rows(config.likelihood, layout, model, rows, batch, on_progress)
+    report, gap = _score_rows(text, model, batch, on_progress)
     tokens_BL = batch.tokens_BL.numpy()
     bits, bits_error, num_bytes = bits_per_byte(text.model.tokenizer, tokens_BL, maskable_BL, report.row_nats)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
@@ -268,13 +273,9 @@ def evaluate_likelihood(
 
 
 def _score_rows(
-    config: NelboConfig | SamplerLikelihoodConfig,
-    layout: InputLayout,
-    model: Transformer,
-    rows: list[Row],
-    batch: CleanBatch,
-    on_progress: OnProgress,
+    text: OpenedText, model: Transformer, batch: CleanBatch, on_progress: OnProgress
 ) -> tuple[NelboReport | SamplerReport, PromptGap | None]:
+    config, layout = text.config.likelihood, text.layout
     if isinstance(config, SamplerLikelihoodConfig):
         report = sampler_likelihood(
             model,
@@ -289,8 +290,9 @@ def _score_rows(
     bound = _estimate_bound(config, layout, model, batch, on_progress)
     if not config.prompt_gap:
         return bound, None
-    exchanged_rows, num_exchanged = exchange_prompts(rows)
-    exchanged = _estimate_bound(config, layout, model, collate_rows(exchanged_rows), on_progress)
+    exchanged_rows, num_exchanged = exchange_prompts(text.rows)
+    exchanged_batch = collate_rows(exchanged_rows, text.processor)
+    exchanged = _estimate_bound(config, layout, model, exchanged_batch, on_progress)
     differences_B = np.array(exchanged.row_nats) - np.array(bound.row_nats)
     return bound, PromptGap(*ratio_with_standard_error(differences_B, np.array(bound.row_tokens)), num_exchanged)
 
@@ -309,35 +311,48 @@ def _estimate_bound(
 def exchange_prompts(rows: Sequence[Row]) -> tuple[list[Row], int]:
     """Give each row of one conversation the prompt of the next row that has another prompt and fits.
 
-    The prompt is what precedes the first target. Padding stays at the end.
+    The prompt is what precedes the first target, with its images. Padding stays at the end.
 
     Returns:
         The rows, and how many have another prompt.
     """
-    prompts = [row.tokens_L[: int(row.loss_mask_L.argmax())] for row in rows]
+    prompts = [_Prompt.of(row) for row in rows]
     exchanged, num_exchanged = [], 0
     for index, row in enumerate(rows):
         own = prompts[index]
-        free = int((row.document_ids_L < 0).sum())
+        max_length = len(own.token_ids) + int((row.document_ids_L < 0).sum())
         others = (prompts[(index + offset) % len(rows)] for offset in range(1, len(rows)))
-        other = next((item for item in others if len(item) <= len(own) + free and not np.array_equal(item, own)), None)
+        other = next((item for item in others if len(item.token_ids) <= max_length and item != own), None)
         num_exchanged += other is not None
-        exchanged.append(row if other is None else _replace_prompt(row, len(own), other))
+        exchanged.append(row if other is None else _replace_prompt(row, len(own.token_ids), other))
     return exchanged, num_exchanged
 
 
-def _replace_prompt(row: Row, num_own: int, prompt_P: NDArray[np.int32]) -> Row:
+@dataclass(frozen=True)
+class _Prompt:
+    token_ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
+
+    @classmethod
+    def of(cls, row: Row) -> _Prompt:
+        end = int(row.loss_mask_L.argmax())
+        return cls(tuple(row.tokens_L[:end].tolist()), tuple(placed for placed in row.images if placed.start < end))
+
+
+def _replace_prompt(row: Row, num_own: int, prompt: _Prompt) -> Row:
     assert row.segment_ids_L is not None and row.is_eos_padding_L is not None, "the row is a conversation"
-    size = int((row.document_ids_L >= 0).sum())
+    size, num_tokens = int((row.document_ids_L >= 0).sum()), len(prompt.token_ids)
 
     def move(values_L: NDArray[Any], prompt: Any = 0) -> NDArray[Any]:
-        return np.concatenate((np.full(len(prompt_P), prompt, values_L.dtype), values_L[num_own:size]))
+        return np.concatenate((np.full(num_tokens, prompt, values_L.dtype), values_L[num_own:size]))
 
+    later_images = (placed.move(num_tokens - num_own) for placed in row.images if placed.start >= num_own)
     document = Document(
-        tokens=move(row.tokens_L, prompt_P),
+        tokens=move(row.tokens_L, prompt.token_ids),
         loss_mask=move(row.loss_mask_L),
         is_eos_padding=move(row.is_eos_padding_L),
         segment_ids=move(row.segment_ids_L),
+        images=(*prompt.images, *later_images),
     )
     # The last token is padding, or the row has none: then any token will do, since nothing attends to padding.
     return RowFormat(len(row.tokens_L), int(row.tokens_L[-1]), has_segments=True).build_row([document])

@@ -35,6 +35,7 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.nelbo import NelboEstimator
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.processor import ImageProcessor
 from profiling import nvtx
 from tokenizer import Tokenizer
 
@@ -94,15 +95,19 @@ class Validator:
         tokenizer: Tokenizer,
         training_components: list[MixtureComponent],
         world: World = SINGLE_PROCESS,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Read the rows once, from shuffled validation documents.
+
+        Args:
+            processor: reads the images of conversations. None: images are refused.
 
         Raises:
             ValueError: there is no validation text.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
-        self.training_components = training_components
-        components = open_components(config.data, "validation")
+        self.training_components, self._processor = training_components, processor
+        components = open_components(config.data, "validation", processor=processor)
         self.rows = read_validation_rows(config, tokenizer, components)
         self.skipped_records = [
             line for component in components for line in list_skipped(component.name, component.skip_logs)
@@ -165,7 +170,7 @@ class Validator:
         return evaluate(
             model,
             self.tokenizer,
-            rows,
+            collate_rows(rows, self._processor),
             num_mc_samples=settings.num_mc_samples,
             batch_size=settings.batch_size,
             layout=build_layout(self.config.objective, model.config, block_length),
@@ -216,7 +221,7 @@ class EvaluationResult:
 def evaluate(
     model: Transformer,
     tokenizer: Tokenizer,
-    rows: list[Row],
+    batch: CleanBatch,
     *,
     num_mc_samples: int,
     batch_size: int,
@@ -227,7 +232,7 @@ def evaluate(
     """Evaluate rows on a fixed grid of masks.
 
     Args:
-        rows: validation rows; padding and prompts are not counted.
+        batch: validation rows; padding and prompts are not counted.
         num_mc_samples: masked versions of each row.
         batch_size: rows per forward.
         layout: of the forwards. None: bidirectional. Without blocks the result includes the accuracy on masked tokens.
@@ -237,7 +242,6 @@ def evaluate(
     Raises:
         ValueError: no token can be scored, or the model's probabilities are not finite.
     """
-    batch = collate_rows(rows)
     layout = layout or InputLayout.from_config(model.config, None)
     estimator = NelboEstimator(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
     report = estimator.build_report(
@@ -263,7 +267,7 @@ def evaluate(
         by_masked_fraction=report.by_masked_fraction,
         fills=tuple(fills),
         block_length=layout.block_length,
-        num_rows=len(rows),
+        num_rows=len(batch.tokens_BL),
         eos_padding_nats_per_token=report.eos_padding_nats_per_token,
     )
 

@@ -42,6 +42,7 @@ from diffusionlm.training.setup import (
     choose_precision,
     create_model_builder,
     only_on_first_rank,
+    open_processor,
     parallelize,
     prepare_tokenizer,
     set_up_device,
@@ -49,6 +50,7 @@ from diffusionlm.training.setup import (
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import Prefetcher, StepSettings, TrainState, autocast
+from diffusionlm.vision.processor import ImageProcessor
 from files.terminal_text import print_message
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
@@ -167,16 +169,15 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     warning = check_triton(config.runtime, device)
     if warning is not None:
         log_once(f"warning: {warning}")
-    components = open_components(config.data, "train")
+    processor = open_processor(config)
+    components = open_components(config.data, "train", processor=processor)
     tokenizer = world.run_on_first(
-        lambda: prepare_tokenizer(
-            config.tokenizer, config.model.init_from, components, directory.tokenizer, print_message
-        )
+        lambda: prepare_tokenizer(config.tokenizer, config.model, components, directory.tokenizer, print_message)
     )
     precision = choose_precision(config.training, device)
     model_builder = create_model_builder(config, tokenizer, precision)
     state = build_train_state(config, model_builder, world, device, precision)
-    spec = build_loader_spec(config, tokenizer, state.model, world)
+    spec = build_loader_spec(config, tokenizer, state.model, world, processor)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
     log_once(_describe_run(state, settings, world))
@@ -186,7 +187,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     loader: StepLoader = WorkerLoader(spec) if config.data.workers else spec.open(components)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    validator = Validator(config, tokenizer, components, world)
+    validator = Validator(config, tokenizer, components, world, processor)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
     is_sampling = world.data_rank == 0 or config.parallel.decodes_together
     return Run(
@@ -318,7 +319,13 @@ def build_step_settings(
     )
 
 
-def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transformer, world: World) -> LoaderSpec:
+def build_loader_spec(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    model: Transformer,
+    world: World,
+    processor: ImageProcessor | None = None,
+) -> LoaderSpec:
     """The loader of this rank's part of each step.
 
     Raises:
@@ -336,6 +343,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
         config.run.seed,
         world.data_rank,
         world.data_size,
+        processor,
     )
 
 

@@ -17,7 +17,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
-from diffusionlm.data.chat.conversation import Conversation
+from diffusionlm.data.chat.conversation import Conversation, join_texts
 from diffusionlm.data.packing import Row
 from diffusionlm.data.sources import read_reference_answers
 from diffusionlm.inference.generate import Trajectory, decode
@@ -103,7 +103,7 @@ def choose_example_input(
     the beginning of a passage of the validation text, which is empty if there is no passage."""
     if config.data.has_only_chats:
         (reference,) = _read_held_out(config, 1)
-        return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
+        return next((join_texts(message) for message in reference.messages if message["role"] == "user"), "")
     if infills:
         return infills[0]
     infill = next(find_infills(validation_rows, tokenizer, model.max_position_embeddings), "")

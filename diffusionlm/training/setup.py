@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from config.finetune.preference import PreferenceConfig
 from config.model import ModelConfig, VisionPart
+from config.model_section import ModelSection
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training.objective import NextTokenConfig
@@ -43,6 +44,8 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from diffusionlm.training.adapters import AdapterSpec
 from diffusionlm.training.step import Perturbation
+from diffusionlm.vision.messages import IMAGE_TOKENS, find_image_tokens
+from diffusionlm.vision.processor import ImageProcessor, ProcessorConfig, load_processor
 from profiling import memory, triton_setup
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16, select_device
@@ -100,10 +103,11 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtyp
 
 
 def prepare_tokenizer(
-    config: TokenizerConfig, init_from: Path | None, components: list[MixtureComponent], directory: Path, log: Log
+    config: TokenizerConfig, model: ModelSection, components: list[MixtureComponent], directory: Path, log: Log
 ) -> Tokenizer:
     """Load the tokenizer of the run directory, or create it there: a copy of ``tokenizer.path``, of ``init_from``'s or
-    of the shards', else one that is trained on the first documents. Its chat template is that of the conversations.
+    of the shards', else one that is trained on the first documents, with the tokens of images if the model has a vision
+    tower. Its chat template is that of the conversations.
 
     Raises:
         ValueError: the tokenizer cannot be read or has no end-of-text token, there are no documents, or the chat
@@ -113,7 +117,7 @@ def prepare_tokenizer(
         verify_directory(directory)
         tokenizer = load_tokenizer(directory)
     else:
-        tokenizer = find_tokenizer(config, init_from, components, log)
+        tokenizer = find_tokenizer(config, model, components, log)
         write_directory_atomically(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which every sequence ends with")
@@ -122,13 +126,16 @@ def prepare_tokenizer(
 
 
 def find_tokenizer(
-    config: TokenizerConfig, init_from: Path | None, components: Sequence[MixtureComponent], log: Log
+    config: TokenizerConfig, model: ModelSection, components: Sequence[MixtureComponent], log: Log
 ) -> Tokenizer:
     """Load or train the tokenizer of a new run (`prepare_tokenizer`), without writing it."""
     shard_directories = (
         component.source.tokenizer_directory for component in components if isinstance(component.source, ShardDocuments)
     )
-    source = config.path or init_from or next(shard_directories, None)
+    source = config.path or model.init_from or next(shard_directories, None)
+    if model.vision is not None:
+        missing = [token for token in IMAGE_TOKENS if token not in config.special_tokens]
+        config = config.model_copy(update={"special_tokens": (*config.special_tokens, *missing)})
     tokenizer = load_tokenizer(source) if source else _train_tokenizer(config, components, log)
     chat = next((component.chat for component in components if component.chat is not None), None)
     if chat is None:
@@ -248,8 +255,8 @@ def create_model_builder(
     ``precision`` is the dtype of matrix products, in which `lora.base` may keep weights.
 
     Raises:
-        ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged or of
-            another architecture.
+        ValueError: there is no mask token, or there are none for images, no checkpoint format holds such a model, or
+            ``init_from`` is damaged or of another architecture.
     """
     if tokenizer.mask_token_id is None and not isinstance(config.objective, NextTokenConfig):
         raise ValueError(
@@ -257,6 +264,7 @@ def create_model_builder(
             "tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
         )
     section = config.model
+    image_tokens = {} if section.vision is None else find_image_tokens(tokenizer.special_tokens)
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)
     source_config = None if directory is None else read_model_config(directory)
     vocab_size = tokenizer.vocab_size
@@ -274,6 +282,7 @@ def create_model_builder(
         block_length=config.objective.final_block_length,
         block_origin=config.block_origin,
         begin_with_eos=config.data.begin_with_eos,
+        **image_tokens,
     )
     build_config_json(model_config, torch.float32)  # raises now for what could not be saved at the first checkpoint
     if directory is not None:
@@ -286,6 +295,23 @@ def create_model_builder(
         AdapterSpec.from_config(config, precision),
         config.training.freeze,
     )
+
+
+def open_processor(config: TrainConfig) -> ImageProcessor | None:
+    """The processor of a run's images: that of ``init_from``, else Qwen3-VL's for the vision tower, with the limits of
+    ``[data.images]``. None: the model has no vision tower.
+
+    Raises:
+        ValueError: ``init_from`` has none, or the limits contradict each other.
+    """
+    vision, limits = config.model.vision, config.data.images.model_dump(exclude_none=True)
+    if vision is None:
+        return None
+    if config.model.init_from is None:
+        side = vision.pixels_per_token
+        return ImageProcessor.for_model(vision, **{"min_pixels": side**2, "max_pixels": 256 * side**2} | limits)
+    processor = load_processor(config.model.init_from)
+    return ImageProcessor(ProcessorConfig.model_validate(processor.config.model_dump() | limits))
 
 
 def _collect_stop_tokens(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from config.train import TrainConfig
 from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
-from diffusionlm.data.loader import StepLoader
+from diffusionlm.data.loader import StepLoader, collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.validation import EvaluationResult, Validator, evaluate
@@ -355,7 +355,7 @@ def test_distributed_validation_matches_a_single_process(
             evaluate(
                 model,
                 tokenizer,
-                rows(7),
+                collate_rows(rows(7)),
                 num_mc_samples=3,
                 batch_size=3,
                 layout=InputLayout.from_config(model.config, length),

@@ -163,8 +163,8 @@ def assert_partition_is_not_seen(model: Transformer, config: ObjectiveConfig, ro
 @pytest.mark.parametrize(("name", "alignment"), CASES)
 def test_parts_make_the_whole(models: dict[str, Transformer], batch: CleanBatch, name: str, alignment: str) -> None:
     assert batch.document_BL is not None
-    columns = (batch.tokens_BL.int(), batch.document_BL.int(), batch.loss_mask_BL)
-    rows = [Row(*(column[row].numpy() for column in columns)) for row in range(ROWS)]
+    columns = (batch.tokens_BL.int().numpy(), batch.document_BL.int().numpy(), batch.loss_mask_BL.numpy())
+    rows = [Row(*values) for values in zip(*columns, strict=True)]
     assert_partition_is_not_seen(models[alignment], OBJECTIVES[name], rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -19,7 +19,12 @@ from diffusionlm.data.reader import REPAIRED_PREFIX, ResumableReader, SkipLog, W
 from diffusionlm.data.sources.record_source import shorten_repr
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.vision.images import EncodedImage, PlacedImage, expand_placeholders
+from diffusionlm.vision.messages import IMAGE_PLACEHOLDER, IMAGE_TOKENS, find_image_tokens, split_images
+from diffusionlm.vision.processor import ImageProcessor
 from tokenizer import EncodedAnswer, Tokenizer, encode_answers, join_answers, render_chat
+
+PlacedImages = tuple[PlacedImage, ...]
 
 Skip = tuple[str, str]
 """Reason why something was left out or changed, by which it is counted; what is wrong with it, and the remedy."""
@@ -36,6 +41,7 @@ EXPANDED = f"{REPAIRED_PREFIX}turns expanded"
 """Because the chat template changes earlier answers."""
 UNANSWERED = f"{REPAIRED_PREFIX}unanswered end left out"
 THOUGHTS = "thoughts, which the chat template ends before answers"
+BAD_IMAGE = "image cannot be read"
 NO_THOUGHTS = f"{REPAIRED_PREFIX}thoughts left out"
 """Because the chat template writes none."""
 
@@ -50,12 +56,18 @@ class ChatRecords:
     on_bad_row: OnBadRow
     template_hash: str | None = None
     """Of the files of the section's template, as the run opened them (`hash_template_files`)."""
+    processor: ImageProcessor | None = None
+    """Reads images. None: they are refused, because the model has no vision tower."""
     skip_log: SkipLog = field(default_factory=SkipLog)
     """Of the encoder. A conversation that becomes several documents counts as that many."""
 
 
-class _ClosedThoughtsError(ValueError):
-    """An answer has thoughts, and its prompt ends them."""
+class _UnusableError(ValueError):
+    """A conversation cannot be learned, for a reason by which it is counted."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class ChatEncoder:
@@ -74,6 +86,9 @@ class ChatEncoder:
         self.config = records.config.resolve(block_length)
         self.records, self.row_length, self.block_length = records, row_length, block_length
         self._tokenizer = tokenizer
+        if records.processor is not None:
+            self._image_token_id = find_image_tokens(tokenizer.special_tokens)["image_token_id"]
+            self._image_tokenizer = tokenizer.with_visible_tokens(IMAGE_TOKENS)
         self._template = resolve_chat_template(self.config, tokenizer, records.key)
         if self.config.eos_padding == "block" and block_length is None:
             raise ValueError(
@@ -95,8 +110,14 @@ class ChatEncoder:
             rng: selects the answer for `turns` = "one".
 
         Raises:
-            ValueError: the template refuses the conversation while `on_bad_row` is "raise".
+            ValueError: the template refuses the conversation, or an image cannot be read, while `on_bad_row` is
+                "raise"; or there are images and no processor.
         """
+        if self.records.processor is None and conversation.has_images:
+            raise ValueError(
+                f"{self.records.key}: {conversation.error_prefix}the conversation has images, and the model has no "
+                "vision tower: set model.init_from to a model with one, such as Qwen3-VL, or set [model.vision]"
+            )
         if conversation.is_desirable is False:
             return [], [(UNDESIRABLE, 'its label is false; objective.loss = "kto" learns from it')]
         is_plain = conversation.rejected is None and conversation.is_desirable is None
@@ -113,22 +134,23 @@ class ChatEncoder:
             answers = self._encode_answers(conversation, positions, reasons)
         except ValueError as error:
             if self.records.on_bad_row == "raise":
-                template = f'template "{self.config.template}": ' if self.config.template else ""
+                is_refused = self.config.template is not None and not isinstance(error, _UnusableError)
+                template = f'template "{self.config.template}": ' if is_refused else ""
                 raise ValueError(
                     f'{self.records.key}: {conversation.error_prefix}{template}{error}; set on_bad_row = "skip" beside '
                     "chat to leave such conversations out and count them"
                 ) from error
-            return [], [(THOUGHTS if isinstance(error, _ClosedThoughtsError) else REFUSED, str(error))]
+            return [], [(error.reason if isinstance(error, _UnusableError) else REFUSED, str(error))]
         if not answers:
             return [], [*reasons, (NOT_LEARNED, "the template marks the answers to learn, and none of these")]
-        groups = [[answer] for answer in answers]
+        groups = [([answer], images) for answer, images in answers]
         if selection == "all" and len(answers) > 1:
-            joined = join_answers(answers)
+            joined = join_answers([answer for answer, _ in answers])
             if joined is None:
                 reasons.append((EXPANDED, "the template writes earlier answers otherwise than the last one"))
             else:
-                groups = [joined]
-        documents = [self._build_document(group, reasons) for group in groups]
+                groups = [(joined, answers[-1][1])]
+        documents = [self._build_document(group, images, reasons) for group, images in groups]
         return [document for document in documents if document is not None], reasons
 
     def encode_preference(
@@ -167,42 +189,84 @@ class ChatEncoder:
 
     def _encode_answers(
         self, conversation: Conversation, positions: Sequence[int], reasons: list[Skip]
-    ) -> list[EncodedAnswer]:
-        """Encode the answers at these positions that the template has learned.
+    ) -> list[tuple[EncodedAnswer, PlacedImages]]:
+        """Encode the answers at these positions that the template has learned, with the images of their prompts.
 
         Raises:
-            ValueError: the template refuses one, or has it begin after the end of thoughts that the message has.
+            ValueError: the template refuses one, or has it begin after the end of thoughts that the message has; or an
+                image cannot be read.
         """
         thoughts = [find_thoughts(conversation.messages[position]) for position in positions]
         if self._has_closed_thoughts and any(thoughts):
             thought = next(filter(None, thoughts))
-            raise _ClosedThoughtsError(
+            raise _UnusableError(
+                THOUGHTS,
                 f"the answer has thoughts, {shorten_repr(thought)}, and the chat template ends them before answers: "
                 "set template_variables.enable_thinking = true to learn them, or remove them from the data "
-                "(reasoning_content, or <think> in content)"
+                "(reasoning_content, or <think> in content)",
             )
-        encoded = encode_answers(
-            self._tokenizer, self._template, conversation.messages, positions, tools=conversation.tools
-        )
-        answers: list[EncodedAnswer] = []
-        for answer, text in zip(encoded, thoughts, strict=True):
+        messages, images = self._read_images(conversation, positions[-1])
+        tokenizer = self._image_tokenizer if images else self._tokenizer
+        encoded = encode_answers(tokenizer, self._template, messages, positions, tools=conversation.tools)
+        answers: list[tuple[EncodedAnswer, PlacedImages]] = []
+        for answer, text, position in zip(encoded, thoughts, positions, strict=True):
             if answer is None:
                 continue
+            placed: PlacedImages = ()
+            if images:
+                answer, placed = self._expand_images(answer, messages[:position], images)
             written = self._tokenizer.decode(answer.answer_ids) if text else ""
             if normalize("NFC", text) not in normalize("NFC", written):
                 detail = f"{shorten_repr(text)}; name a chat.template that writes reasoning_content"
                 reasons.append((NO_THOUGHTS, detail))
-            answers.append(answer)
+            answers.append((answer, placed))
         return answers
 
-    def _build_document(self, answers: Sequence[EncodedAnswer], reasons: list[Skip]) -> Document | None:
-        """Concatenate prompts and answers and add the EOS padding; None if they do not fit."""
+    def _read_images(
+        self, conversation: Conversation, end: int
+    ) -> tuple[Sequence[Mapping[str, Any]], list[EncodedImage]]:
+        """Replace the images of the messages up to ``end`` by placeholders, and check them."""
+        if not conversation.has_images:
+            return conversation.messages, []
+        assert self.records.processor is not None, "encode has checked it"
+        messages, images = split_images(conversation.messages[: end + 1])
+        try:
+            encoded = [self.records.processor.read_image(image) for image in images]
+        except ValueError as error:
+            raise _UnusableError(BAD_IMAGE, str(error)) from error
+        return messages, [replace(image, location=conversation.location) for image in encoded]
+
+    def _expand_images(
+        self, answer: EncodedAnswer, prompt: Sequence[Mapping[str, Any]], images: Sequence[EncodedImage]
+    ) -> tuple[EncodedAnswer, PlacedImages]:
+        """Repeat the placeholders in the prompt of an answer as often as its images take positions.
+
+        Raises:
+            ValueError: the template has written other placeholders than those of the images.
+        """
+        num_images = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in prompt)
+        prompt_ids, placed = expand_placeholders(answer.prompt_ids, images[:num_images], self._image_token_id)
+        expand_placeholders(answer.answer_ids, (), self._image_token_id)  # there are none
+        return EncodedAnswer(tuple(prompt_ids), answer.answer_ids), placed
+
+    def _build_document(
+        self, answers: Sequence[EncodedAnswer], images: PlacedImages, reasons: list[Skip]
+    ) -> Document | None:
+        """Concatenate prompts and answers and add the EOS padding; None if they do not fit.
+
+        A conversation that is cut ends with an answer, so an image stays whole or is left out.
+        """
         parts = [part for answer in answers for part in (answer.prompt_ids, answer.answer_ids)]
         sizes = [len(part) for part in parts]
         end, num_eos_padding = sum(sizes), 0
         loss_mask = np.repeat([False, True] * len(answers), sizes)
         if end > self.row_length:
-            detail = f"{end:,} tokens in rows of {self.row_length:,}; raise data.row_length"
+            detail, remedy = f"{end:,} tokens in rows of {self.row_length:,}", "raise data.row_length"
+            if images:
+                num_image_tokens = sum(placed.image.num_tokens for placed in images)
+                detail += f", {num_image_tokens:,} of them for {len(images)} image{'s' * (len(images) > 1)}"
+                remedy += " or lower data.images.max_pixels"
+            detail = f"{detail}; {remedy}"
             if self.config.truncate_mode == "drop":
                 reasons.append((TOO_LONG, f'{detail}, or set {self.records.key}.truncate_mode = "cut"'))
                 return None
@@ -221,6 +285,7 @@ class ChatEncoder:
             np.pad(loss_mask[:end], padding, constant_values=True),
             np.arange(end + num_eos_padding) >= end,
             np.pad(segment_ids, padding, mode="edge"),
+            images=tuple(placed for placed in images if placed.end <= end),
         )
 
     def _count_eos_padding(self, answer: EncodedAnswer) -> int:

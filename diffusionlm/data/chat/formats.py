@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from config.finetune.chat import COLUMNS, ChatFormat, ChatRowsConfig
-from diffusionlm.data.chat.conversation import Conversation, Message
+from diffusionlm.data.chat.conversation import Conversation, Message, identify_images
 from diffusionlm.data.sources.record_source import BadRecord, list_fields, shorten_repr, validate_text
+from diffusionlm.vision.messages import place_images
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MESSAGE_KEYS = ("name", "tool_call_id")
 """Keys of a message that templates may read, beside role, content, reasoning and tool calls."""
 TRAINING_KEYS = ("weight", "train")
 """Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
+IMAGE_PARTS = ("image", "image_url")
+"""Types of content parts that are images."""
 
 
 class _InvalidRowError(Exception):
@@ -35,10 +39,10 @@ class ChatRowParser:
 
     config: ChatRowsConfig
 
-    def __call__(self, row: Mapping[str, Any]) -> Conversation | BadRecord:
-        """Parse the columns of one row."""
+    def __call__(self, row: Mapping[str, Any], folder: Path | None = None) -> Conversation | BadRecord:
+        """Parse the columns of one row. Paths of images begin in the folder; None: they are refused."""
         try:
-            conversation = self._parse(row)
+            conversation = self._parse(row, folder)
             checked = validate_text(conversation.to_json(_refuse_value))
         except _InvalidRowError as error:
             return BadRecord(error.reason, error.detail, is_field_error=True)
@@ -64,7 +68,7 @@ class ChatRowParser:
             '{prompt = "question", completion = "answer"}',
         )
 
-    def _parse(self, row: Mapping[str, Any]) -> Conversation:
+    def _parse(self, row: Mapping[str, Any], folder: Path | None) -> Conversation:
         is_unpaired = self.config.format == "unpaired"
         name = self.detect_format(row) if is_unpaired or self.config.format == "auto" else self.config.format
         value = {field: row.get(self.column(field)) for field in COLUMNS}
@@ -88,9 +92,11 @@ class ChatRowParser:
                 messages = prompt + self._parse_completion(value["completion"], prompt)
             case "preference":
                 prompt, chosen, worse = self._parse_preference(value)
-                messages, rejected = prompt + chosen, self._complete(prompt + worse, value["system"])
+                messages = prompt + chosen
+                rejected = self._complete(_read_images(prompt + worse, value, folder), value["system"])
                 prompt_length = len(rejected) - 1
-        messages, context_answers = _remove_training_keys(self._complete(messages, value["system"]))
+        messages = self._complete(_read_images(messages, value, folder), value["system"])
+        messages, context_answers = _remove_training_keys(messages)
         if rejected is not None:
             rejected, _ = _remove_training_keys(rejected)
             _check_preference(messages, rejected, len(rejected) - 1)
@@ -254,12 +260,13 @@ def _check_text(value: Any, name: str) -> str:
     return value
 
 
-def _parse_content(value: Any, *, has_calls: bool) -> str:
-    """Text, or a list of text parts, which are joined."""
+def _parse_content(value: Any, *, has_calls: bool) -> Any:
+    """Text, or a list of text parts, which are joined, or of parts with images, which `_read_images` reads."""
     if value is None and has_calls:
         return ""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return "".join(map(_parse_part, value))
+        has_images = any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in value)
+        return list(value) if has_images else "".join(map(_parse_part, value))
     if not isinstance(value, str):
         raise _InvalidRowError("content is not text", shorten_repr(value))
     return value
@@ -272,6 +279,19 @@ def _parse_part(part: Any) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else None
     raise _InvalidRowError("content part is not text", f"type {kind!r}" if kind else shorten_repr(part))
+
+
+def _read_images(messages: tuple[Message, ...], value: Mapping[str, Any], folder: Path | None) -> tuple[Message, ...]:
+    """Check the images of the messages, and put those of the columns `image` or `images` into them."""
+    images = value["image"] if value["images"] is None else value["images"]
+    if images is None and all(isinstance(message["content"], str) for message in messages):
+        return messages
+    is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    try:
+        placed = messages if images is None else place_images(messages, images if is_list else [images])
+        return identify_images(placed, folder)
+    except ValueError as error:
+        raise _InvalidRowError("image cannot be used", str(error)) from None
 
 
 def _parse_json(text: str, name: str) -> Any:

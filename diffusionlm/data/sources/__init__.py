@@ -6,7 +6,7 @@ import json
 from importlib import import_module
 
 from config.data import TextSource
-from diffusionlm.data.chat.conversation import Conversation
+from diffusionlm.data.chat.conversation import Conversation, describe_images
 from diffusionlm.data.reader import DocumentSource, Split, iterate
 
 
@@ -39,7 +39,7 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
         raise ValueError(f"{key} has text, not conversations: set {key}.chat, or name another source")
     conversations: dict[str, Conversation] = {}
     for conversation in map(Conversation.up_to_answer, iterate(open_source(config, split, key), 1)):
-        prompt = json.dumps([conversation.messages[:-1], conversation.tools], sort_keys=True)
+        prompt = json.dumps([describe_images(conversation.messages[:-1]), conversation.tools], sort_keys=True)
         conversations.setdefault(prompt, conversation)
         if len(conversations) == limit:
             break

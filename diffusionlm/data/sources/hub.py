@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from config.data import HubDataset
@@ -52,6 +54,8 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     version, origin = _dataset_version(config, builder, key)
     validation_fraction = None if has_own_split else config.validation_fraction
     field, field_setting = select_field(config, key)
+    if is_directory(config) and not isinstance(field, str):
+        field = partial(field, folder=Path(config.dataset).expanduser())
     records = HubRecords(stream, config.dataset, field, f"{key}.dataset", field_setting)
     document_split = select_split(records, config, validation_fraction, is_validation, split_key)
     options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
@@ -89,6 +93,8 @@ def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, spl
     try:
         stream = builder.as_streaming_dataset(split=split_name)
         columns = stream.column_names
+        if stream.features and config.chat is not None:
+            stream = stream.decode(False)  # images stay files
     except Exception as error:  # no such split, or any error of its reader at the first file
         raise ValueError(
             f"{split_key} = {split_name!r} of {config.dataset} cannot be opened: {_error_text(error)}"

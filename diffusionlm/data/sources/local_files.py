@@ -9,6 +9,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ FINGERPRINT_BYTES = 1 << 16
 TextFileFormat = Literal["json", "text", "parquet"]
 
 FORMATS: dict[str, TextFileFormat] = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}
+IMAGE_EXTENSIONS = {".png", ".jpg", ".jpeg", ".webp"}
+"""Files beside those of conversations, which name them."""
 TEXT_EXTENSIONS = {".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".html", ".tex"}
 
 EXCLUDED_FOLDERS = frozenset(
@@ -195,6 +198,8 @@ def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, k
     """Find the files and their formats. Plain text beside other formats is an error: it is probably a README."""
     files: list[DataFile] = []
     for path in find_files(patterns, f"{key}.{name}"):
+        if config.chat is not None and path.suffix.lower() in IMAGE_EXTENSIONS:
+            continue
         file_format = detect_format(path) if config.format == "auto" else config.format
         if file_format is None:
             raise ValueError(
@@ -253,13 +258,14 @@ class LocalFileRecords:
     def _read_file(self, file: DataFile) -> Iterator[ParsedRecord]:
         """Read the records of one file from the position on."""
         max_bytes = self.max_record_bytes
+        field = self.field if isinstance(self.field, str) else partial(self.field, folder=file.path.parent)
         match file.format:
             case "json":
-                return read_json_records(file.path, self.field, self.at, self.line, max_bytes)
+                return read_json_records(file.path, field, self.at, self.line, max_bytes)
             case "text":
                 return read_plain_records(file.path, self.sample_by, self.at, self.line, max_bytes)
             case _:
-                return read_parquet_records(file.path, self.field, self.at, self.field_setting, max_bytes)
+                return read_parquet_records(file.path, field, self.at, self.field_setting, max_bytes)
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         while self.file < len(self.files):

@@ -38,8 +38,8 @@ class BadRecord:
     """The record is valid, but its text field is missing or holds no text."""
 
 
-RowParser = Callable[[Mapping[str, Any]], "Record | BadRecord"]
-"""Turns a whole row into a text or a conversation."""
+RowParser = Callable[..., "Record | BadRecord"]
+"""Turns a whole row into a text or a conversation. Keyword ``folder``: where paths in the row begin."""
 
 TextField = str | RowParser
 """The field of a row that holds the text, or what parses the whole row."""

@@ -16,11 +16,14 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.evaluation.validation import Validator
+from diffusionlm.vision.messages import IMAGE_TOKENS
+from diffusionlm.vision.processor import save_processor
 from tests.tiny_run import write_train_config
 from tests.unit.cli.conftest import Fails
-from tests.unit.data.chat_cases import chat, chat_tokenizer
+from tests.unit.data.chat_cases import VISION, chat, chat_tokenizer, image_processor, image_tokenizer, picture
 from tokenizer import save_tokenizer
 
+BEGIN, _, END = IMAGE_TOKENS
 LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
 
 EXPECTED = """\
@@ -184,6 +187,46 @@ def test_settings_of_files_can_be_changed(tmp_path: Path, capsys: pytest.Capture
     main([str(path), "--tokenizer", str(tmp_path), "--template", "chatml", "--set", columns, "--json"])
     counts = json.loads(capsys.readouterr().out)["counts"]
     assert counts["documents"] > 20 and not counts["skipped"]
+
+
+EXPECTED_IMAGES = """\
+row 1: 80 of 80 positions, 47 learned
+- document 1, segment 1: 25 context, 3 learned, 44 EOS padding, 8 of images
+<|im_start|>user
+a<|vision_start|>[image 1: 16x24, 6 tokens]<|vision_end|>b<|vision_start|>[image 2: 8x16, 2 tokens]<|vision_end|>\
+"""
+
+
+def test_images_are_shown_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The processor is that of the tokenizer's directory, or of the model that is trained."""
+    (tmp_path / "a.png").write_bytes(picture(2, 3))
+    (tmp_path / "b.png").write_bytes(picture(1, 2))
+    rows = [chat("a<image>b<image>", f"x{index}") | {"images": ["a.png", "b.png"]} for index in range(20)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    directory = tmp_path / "tokenizer"
+    save_tokenizer(image_tokenizer(), directory)
+    save_processor(image_processor(), directory)
+    arguments = [str(path), "--tokenizer", str(directory), "--row-length", "80", "--rows", "1"]
+    main(arguments)
+    output = capsys.readouterr().out
+    assert output.partition("\n\n")[2].startswith(EXPECTED_IMAGES), output
+    main([*arguments, "--json"])
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["images"] == [{"start": 8, "grid": [2, 3]}, {"start": 17, "grid": [1, 2]}]
+    [segment] = row["segments"]
+    assert segment["context"].startswith(f"<|im_start|>user\na{BEGIN}{END}b{BEGIN}{END}<|im_end|>")
+
+    source = {"kind": "files", "paths": [str(path)], "chat": {"eos_padding": "none"}}
+    model = {"max_position_embeddings": 80, "vision": VISION.model_dump()}
+    config = write_train_config(
+        tmp_path,
+        model=model,
+        data={"source": source, "images": {"max_pixels": 128}},
+        tokenizer={"path": str(directory), "vocab_size": 4096},
+    )
+    main(["--config", str(config), "--rows", "1"])
+    assert "[image 1: 8x8, 1 tokens]" in capsys.readouterr().out
 
 
 def test_usage_errors(files: tuple[str, str], fails: Fails, tmp_path: Path) -> None:

@@ -211,7 +211,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "empty answer": ({"messages": [turn("user", "x"), turn("assistant", " \n")]}, "empty answer"),
     "no messages": ({"messages": []}, "no messages"),
     "number": ({"messages": [turn("user", 3), turn("assistant", "x")]}, "content is not text"),
-    "image": ({"messages": [turn("user", [{"type": "image", "url": "x"}]), turn("assistant", "x")]}, "content part"),
+    "video": ({"messages": [turn("user", [{"type": "video", "url": "x"}]), turn("assistant", "x")]}, "content part"),
+    "image": ({"messages": [turn("user", [{"type": "image", "url": "x"}]), turn("assistant", "x")]}, "image cannot"),
     "message is text": ({"messages": ["x"]}, "message is no object"),
     "other columns": ({"text": "x"}, "no conversation"),
     "broken call": (

@@ -13,6 +13,7 @@ import pytest
 
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.evaluation.text_likelihood import OpenedText, evaluate_likelihood, exchange_prompts
 from diffusionlm.evaluation.validation import evaluate
@@ -68,7 +69,7 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
     gap = evaluate_likelihood(text, model).prompt_gap
     assert gap is not None and gap.num_rows == len(rows) == 6
     bounds = [
-        evaluate(model, tokenizer, some, num_mc_samples=2, batch_size=3).nats_per_token
+        evaluate(model, tokenizer, collate_rows(some), num_mc_samples=2, batch_size=3).nats_per_token
         for some in (rows, exchange_prompts(rows)[0])
     ]
     np.testing.assert_allclose(gap.nats_per_token, bounds[1] - bounds[0], rtol=1e-4)

@@ -58,7 +58,7 @@ def like(tiny_model: MakeModel, tokenizer: Tokenizer) -> Transformer:
 def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(like: Transformer, tokenizer: Tokenizer) -> None:
     model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
     sequences = rows(6, 12, 200, padding=3)
-    result = evaluate(model, tokenizer, sequences, num_mc_samples=3, batch_size=4, majority_token=0)
+    result = evaluate(model, tokenizer, collate_rows(sequences), num_mc_samples=3, batch_size=4, majority_token=0)
     assert result.num_tokens == 6 * 9
     assert result.nats_per_token == pytest.approx(np.log(tokenizer.vocab_size - 1))
     tokens = np.concatenate([row.tokens_L[:9] for row in sequences])
