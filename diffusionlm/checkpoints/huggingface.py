@@ -15,7 +15,13 @@ from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
-from diffusionlm.checkpoints.weights import MAX_SHARD_SIZE, open_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.weights import (
+    MAX_SHARD_SIZE,
+    open_weights,
+    read_saved_dtype,
+    save_weights,
+    to_stored_tensors,
+)
 from diffusionlm.families.family import list_eos_token_ids
 from diffusionlm.families.model_directory import (
     GENERATION_CONFIG_FILE,
@@ -163,8 +169,7 @@ def save_model(
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     save_model_config(model.config, next(iter(tensors.values())).dtype, directory, source=source)
-    family = get_family(model.config)
-    save_weights({family.stored_name(name): tensor for name, tensor in tensors.items()}, directory, max_shard_size)
+    save_weights(to_stored_tensors(model.config, tensors), directory, max_shard_size)
 
 
 def save_model_config(config: ModelConfig, dtype: torch.dtype, directory: Path, *, source: Path | None = None) -> None:
