@@ -14,7 +14,7 @@ from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
-from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
+from diffusionlm.checkpoints.model_files import find_weights_directory, read_processor_files, verify_model_files
 from diffusionlm.checkpoints.weights import (
     MAX_SHARD_SIZE,
     open_weights,
@@ -193,13 +193,16 @@ def save_model_directory(
     Args:
         tokenizer: of the model.
         directory: created if it does not exist.
-        source: see `save_model`; the training section of its model card is copied as well.
+        source: see `save_model`; the training section of its model card and the settings of its image processor are
+            copied as well.
 
     The other arguments and the errors are those of `save_model`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_model(model, directory, weights, max_shard_size=max_shard_size, source=source)
     save_tokenizer(tokenizer, directory)
+    for name, content in read_processor_files(source, model.config).items() if source is not None else ():
+        (directory / name).write_bytes(content)
     tensors = dict(model.named_parameters()) if weights is None else weights
     write_model_card(directory, model.config, tensors, source=source)
 

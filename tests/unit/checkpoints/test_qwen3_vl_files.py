@@ -11,12 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cli.analyze import format_directory
+from config.convert import ConvertConfig
 from diffusionlm.checkpoints.analyze import analyze
-from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.checkpoints.convert import convert, prepare_conversion
+from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
+from diffusionlm.families.hub import DESCRIPTION_FILES, PROCESSOR_FILES
 from diffusionlm.models.init import VISION_PREFIX
-from diffusionlm.models.patterns import AttentionPattern, Causal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
-from tests.qwen3_vl_oracle import CONFIG, IMAGE, Example, build_example, build_oracle
+from tests.qwen3_vl_oracle import CONFIG, END, IMAGE, START, Example, build_example, build_oracle
+from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CASES: dict[str, dict[str, Any]] = {
@@ -31,6 +35,25 @@ TOKENS = torch.arange(40).view(2, 20)
 
 def build_case(name: str) -> Any:
     return build_oracle(shape=CONFIG.model_copy(update=CASES[name]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    trained = train_bpe(["the cat sat on the mat"], vocab_size=259)
+    special = {"<|endoftext|>": trained.special_tokens["<|endoftext|>"], "<|image_pad|>": IMAGE}
+    special |= {"<|video_pad|>": IMAGE + 1, "<|vision_start|>": START, "<|vision_end|>": END}
+    return Tokenizer(trained.vocab, trained.merges, special, "qwen", eos_token="<|endoftext|>")
+
+
+@pytest.fixture
+def source(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """A directory of transformers with a tokenizer and the settings of processors."""
+    folder = tmp_path / "source"
+    build_oracle().save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    for name in PROCESSOR_FILES[:2]:
+        (folder / name).write_text(f'{{"of": "{name}"}}')
+    return folder
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -133,3 +156,48 @@ def test_text_is_that_of_qwen3(tmp_path: Path) -> None:
     save_model(text_model, tmp_path / "text")
     qwen3 = load_model(tmp_path / "text")
     assert torch.equal(model(TOKENS, pattern=Causal()), qwen3(TOKENS, pattern=Causal()))
+
+
+# Conversion.
+
+
+def convert_directory(source: Path, target: Path, **options: Any) -> Transformer:
+    convert(prepare_conversion(ConvertConfig(source=source, target=target, **options)))
+    return load_model(target)
+
+
+@torch.no_grad()
+def test_conversion_adds_a_mask_token(source: Path, tmp_path: Path) -> None:
+    before, target = load_model(source), tmp_path / "masked"
+    after = convert_directory(source, target, diffusion={"logit_alignment": "same_position"})
+    assert (after.config.mask_token_id, after.config.block_length, after.config.vocab_size) == (258, None, 300)
+    for name, parameter in after.named_parameters():
+        rows = [row for row in range(300) if row != 258 or name.startswith(VISION_PREFIX)]
+        is_table = name in ("lm_head.weight", "model.embed_tokens.weight")
+        assert torch.equal(*(p[rows] if is_table else p for p in (parameter, before.get_parameter(name))))
+    for name in PROCESSOR_FILES[:2]:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    card = (target / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText" in card
+    assert "| vision | " in card
+    # transformers reads is_causal of the text, and computes the same.
+    theirs = reload(target)
+    example = build_example(theirs)
+    assert_close(compute_logits(after, example, Bidirectional()), theirs(**example.oracle_inputs).logits)
+    assert convert_directory(target, tmp_path / "again").config == after.config
+    assert (tmp_path / "again" / PROCESSOR_FILES[0]).exists()
+
+
+def test_files_of_processors_belong_to_vision(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert set(PROCESSOR_FILES) < set(DESCRIPTION_FILES), "downloaded and pushed"
+    model = Transformer(CONFIG.model_copy(update={"vision": None}))
+    save_model_directory(model, tokenizer, tmp_path / "text", source=source)
+    assert not [name for name in PROCESSOR_FILES if (tmp_path / "text" / name).exists()]
+
+
+def test_other_families_have_no_vision(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model_type = 'qwen3': the family has no model with a vision tower"):
+        convert_directory(source, tmp_path / "text", model_type="qwen3")
+    model = Transformer(CONFIG.model_copy(update={"vision": None, "model_type": "qwen3_vl"}))
+    with pytest.raises(ValueError, match="model_type = 'qwen3_vl': the family has no model with no vision tower"):
+        save_model(model, tmp_path)
