@@ -280,6 +280,12 @@ class ImagesConfig(Section):
             raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}: lower it")
         return self
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits that are set, by their keys."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {key: value for key, value in limits.items() if value is not None}
+
 
 class DataConfig(Section):
     """``[data]``: source or mixture, rows, order, workers."""
