@@ -25,6 +25,7 @@ from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 from profiling.adapter_size import check_targets
 from profiling.estimate import REFERENCE_GPU, estimate_run
+from profiling.flops import count_vision_parameters
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -220,8 +221,10 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
     assumed = "" if is_vocab_known else " assumed; the tokenizer that is trained decides"
     estimate = estimate_run(config, ranks)
     tokens, trained = estimate.tokens, estimate.trained_parameters
+    vision = count_vision_parameters(config.model)
     lines = [
         ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
+        *([("of them for images", "{:,} in the tower, {:,} in its mergers".format(*vision))] if sum(vision) else []),
         *([("trained", f"{trained:,} ({trained / estimate.parameters:.2%})")] if config.lora else []),
         *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
         ("vocabulary", f"{config.tokenizer.vocab_size:,} tokens{assumed}"),

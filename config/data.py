@@ -290,11 +290,22 @@ class ImagesConfig(Section):
     """Pixels of the largest image; Qwen3-VL has a position for each 1,024. None: as in the preprocessor_config.json of
     model.init_from; for random weights those of 256 positions."""
 
+    cache_features: ConfigPath | None = None
+    """Directory where the features of images are stored, so that later epochs and runs neither read the images nor
+    compute the vision tower. It must be frozen, by training.freeze = ["vision", "merger"] or [lora]; features of other
+    weights have folders of their own. None: features are not stored."""
+
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}: lower it")
         return self
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits that are set, by their keys."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {key: value for key, value in limits.items() if value is not None}
 
 
 class DataConfig(Section):

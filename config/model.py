@@ -296,6 +296,8 @@ class ModelConfig(Architecture):
     """Id of the token before an image."""
     vision_end_token_id: NonNegativeInt | None = None
     """Id of the token after an image."""
+    video_token_id: NonNegativeInt | None = None
+    """Id of the placeholder of videos, which are not computed here: programs that read the model's files need it."""
 
     @model_validator(mode="after")
     def _check_token_ids(self) -> Self:

@@ -108,6 +108,13 @@ class TrainConfig(Section):
                 "[data.images] is for a model with a vision tower: set [model.vision], name a model with one in "
                 "model.init_from, or remove [data.images]"
             )
+        freeze, lora = set(self.training.freeze), self.lora
+        is_tower_frozen = freeze == {"vision", "merger"} or (lora is not None and not lora.trains_base)
+        if self.data.images.cache_features is not None and not is_tower_frozen:
+            raise ValueError(
+                f"data.images.cache_features = {self.data.images.cache_features} needs a vision tower that stays as it "
+                'is: set training.freeze = ["vision", "merger"], or remove it'
+            )
         if self.training.freeze and self.model.vision is None:
             raise ValueError(
                 f"training.freeze = {list(self.training.freeze)} freezes parts of a vision tower, and the model has "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from config.model import Architecture
@@ -108,7 +108,37 @@ def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
     norms = (4 if model.sandwich_norms else 2) * D + (2 * H if model.qk_norm else 0)
     fed = sum(_feed_forward(model, layer, model.num_experts) for layer in range(model.num_hidden_layers))
     tables = vocab_size * D * (1 if model.tie_word_embeddings else 2)
-    return model.num_hidden_layers * (attention + norms) + fed + D + tables, tables
+    text = model.num_hidden_layers * (attention + norms) + fed + D + tables
+    return text + sum(size for _, size in list_vision_parameters(model)), tables
+
+
+def count_vision_parameters(model: Architecture) -> tuple[int, int]:
+    """Return the numbers of parameters of the vision tower and of its mergers."""
+    sizes = dict(list_vision_parameters(model))
+    mergers = sum(size for name, size in sizes.items() if "merger" in name)
+    return sum(sizes.values()) - mergers, mergers
+
+
+def list_vision_parameters(model: Architecture) -> Iterator[tuple[str, int]]:
+    """Names and sizes of the parameters of the vision tower and its mergers. None without a tower."""
+    vision = model.vision
+    if vision is None:
+        return
+    T, inner, joined = vision.hidden_size, vision.intermediate_size, vision.hidden_size * vision.spatial_merge_size**2
+    frames, size = vision.temporal_patch_size, vision.patch_size
+    modules = {"patch_embed.proj": (3 * frames * size**2, T)}  # inputs and outputs; a norm has one input
+    for block in range(vision.depth):
+        stem = f"blocks.{block}"
+        modules |= {f"{stem}.norm1": (1, T), f"{stem}.attn.qkv": (T, 3 * T), f"{stem}.attn.proj": (T, T)}
+        modules |= {f"{stem}.norm2": (1, T), f"{stem}.mlp.linear_fc1": (T, inner), f"{stem}.mlp.linear_fc2": (inner, T)}
+    deepstack = [f"deepstack_merger_list.{index}" for index in range(len(vision.deepstack_visual_indexes))]
+    for merger, width in (("merger", T), *((name, joined) for name in deepstack)):
+        modules |= {f"{merger}.norm": (1, width), f"{merger}.linear_fc1": (joined, joined)}
+        modules |= {f"{merger}.linear_fc2": (joined, model.hidden_size)}
+    yield "model.visual.pos_embed.weight", vision.num_position_embeddings * T
+    for name, (num_inputs, num_outputs) in modules.items():
+        yield f"model.visual.{name}.weight", num_inputs * num_outputs
+        yield f"model.visual.{name}.bias", num_outputs
 
 
 def count_idle_parameters(model: Architecture) -> int:

@@ -62,20 +62,23 @@ class Example:
         return ImageInputs(self.positions_3BL, indices_M, rows_M, self.grids, patches_PC=self.patches_PC)
 
 
-def build_oracle(dtype: torch.dtype = torch.float32) -> Any:
+def build_oracle(dtype: torch.dtype = torch.float32, shape: ModelConfig = CONFIG) -> Any:
     """Qwen3-VL of transformers with random weights, norms and biases as well."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    import transformers
 
+    kind = "Qwen3VLMoe" if shape.num_experts else "Qwen3VL"
     text_keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": CONFIG.rope_theta, "mrope_section": list(VISION.mrope_section)}
-    text = {key: getattr(CONFIG, key) for key in text_keys} | {"rope_parameters": rope | {"mrope_interleaved": True}}
-    vision = VISION.model_dump(exclude={"mrope_section"}) | {"out_hidden_size": CONFIG.hidden_size}
-    config = Qwen3VLConfig(
+                 "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size",
+                 "num_experts_per_tok", "num_experts")[: 11 if shape.num_experts else 8]  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": list(VISION.mrope_section)}
+    text = {key: getattr(shape, key) for key in text_keys} | {"rope_parameters": rope | {"mrope_interleaved": True}}
+    vision = VISION.model_dump(exclude={"mrope_section"}) | {"out_hidden_size": shape.hidden_size}
+    config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=IMAGE + 1,
-        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=False,
+        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=shape.tie_word_embeddings,
     )  # fmt: skip
-    oracle = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    oracle = model_class._from_config(config, attn_implementation="sdpa").eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in oracle.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)

@@ -19,9 +19,9 @@ from diffusionlm.checkpoints.model_files import (
     is_adapter_checkpoint,
     list_safetensors_files,
 )
-from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
+from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS, ExpertStack, to_stored_tensors
 from diffusionlm.families.model_directory import resolve_model_directory
-from diffusionlm.families.registry import get_family, parameter_name
+from diffusionlm.families.registry import parameter_name
 from diffusionlm.models.lora import merge_adapter
 from files.json_files import read_json_object
 
@@ -115,8 +115,8 @@ def _read_merged(path: Path) -> tuple[_Values, dict[str, Any], dict[str, TensorI
     base = find_weights_directory(directory)
     model = load_model(base, adapter=directory)
     merge_adapter(model)
-    family = get_family(model.config)
-    values = {family.stored_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = to_stored_tensors(model.config, {name: value.detach() for name, value in model.named_parameters()})
+    values = {name: value.join() if isinstance(value, ExpertStack) else value for name, value in tensors.items()}
     infos = {name: TensorInfo(name, tuple(value.shape), "F32", ADAPTER_WEIGHTS) for name, value in values.items()}
     config_directory = directory if (directory / "config.json").is_file() else base
     return values, read_json_object(config_directory / "config.json"), infos

@@ -14,8 +14,14 @@ from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
-from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
-from diffusionlm.checkpoints.weights import MAX_SHARD_SIZE, open_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.model_files import find_weights_directory, read_processor_files, verify_model_files
+from diffusionlm.checkpoints.weights import (
+    MAX_SHARD_SIZE,
+    open_weights,
+    read_saved_dtype,
+    save_weights,
+    to_stored_tensors,
+)
 from diffusionlm.families.family import list_eos_token_ids
 from diffusionlm.families.model_directory import (
     GENERATION_CONFIG_FILE,
@@ -163,8 +169,7 @@ def save_model(
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     save_model_config(model.config, next(iter(tensors.values())).dtype, directory, source=source)
-    family = get_family(model.config)
-    save_weights({family.stored_name(name): tensor for name, tensor in tensors.items()}, directory, max_shard_size)
+    save_weights(to_stored_tensors(model.config, tensors), directory, max_shard_size)
 
 
 def save_model_config(config: ModelConfig, dtype: torch.dtype, directory: Path, *, source: Path | None = None) -> None:
@@ -188,13 +193,16 @@ def save_model_directory(
     Args:
         tokenizer: of the model.
         directory: created if it does not exist.
-        source: see `save_model`; the training section of its model card is copied as well.
+        source: see `save_model`; the training section of its model card and the settings of its image processor are
+            copied as well.
 
     The other arguments and the errors are those of `save_model`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_model(model, directory, weights, max_shard_size=max_shard_size, source=source)
     save_tokenizer(tokenizer, directory)
+    for name, content in read_processor_files(source, model.config).items() if source is not None else ():
+        (directory / name).write_bytes(content)
     tensors = dict(model.named_parameters()) if weights is None else weights
     write_model_card(directory, model.config, tensors, source=source)
 

@@ -19,7 +19,7 @@ from diffusionlm.families.hub import describe_origin
 from diffusionlm.families.registry import get_family
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
-from profiling.flops import count_idle_parameters
+from profiling.flops import count_idle_parameters, count_vision_parameters
 
 CARD_FILE = "README.md"
 TRAINING_HEADING = "## Training"
@@ -135,10 +135,11 @@ def update_training_section(folder: Path, training: CardTraining) -> None:
 def _front_matter(config: ModelConfig, datasets: tuple[str, ...], training: CardTraining | None) -> str:
     """Format the YAML metadata that the Hugging Face Hub reads. JSON is valid YAML."""
     kind = "masked-diffusion" if config.block_length is None else "block-diffusion"
-    tags = ["text-generation"] if config.is_autoregressive else ["text-generation", kind, "diffusion"]
+    task = "text-generation" if config.vision is None else "image-text-to-text"
+    tags = [task] if config.is_autoregressive else [task, kind, "diffusion"]
     base = None if training is None else training.adapter_base
     tags += [] if base is None else ["lora", "peft"]
-    lines = ["library_name: diffusionlm", "pipeline_tag: text-generation", "license: unknown"]
+    lines = ["library_name: diffusionlm", f"pipeline_tag: {task}", "license: unknown"]
     lines.append(f"tags: [{', '.join(tags)}]")
     if training is not None and training.is_base_on_hub:
         lines += [f"base_model: {base}", "base_model_relation: adapter"]
@@ -173,6 +174,9 @@ def _architecture_rows(config: ModelConfig, num_parameters: int) -> dict[str, st
         active = num_parameters - count_idle_parameters(config)
         rows["parameters"] = f"{num_parameters:,}, of which {active:,} are active for a token"
         rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} per token"
+    if config.vision is not None:
+        tower, mergers = count_vision_parameters(config)
+        rows["vision"] = f"{tower:,} parameters of the tower, {mergers:,} of its mergers"
     return {key: str(value) for key, value in rows.items()}
 
 
@@ -252,8 +256,8 @@ def _use_section(config: ModelConfig, base: str | None) -> str:
         shell += f"\ndiffusionlm-convert --source {base} --adapter . --target MERGED"
         python += (
             "\n\n# PEFT puts it on the same base:\nfrom peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), ".")'
+            f"from transformers import {_auto_class(config)}\n\n"
+            f'model = PeftModel.from_pretrained({_auto_class(config)}.from_pretrained("{base}"), ".")'
         )
     return (
         f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n{_transformers_text(config)}\n\n"
@@ -265,7 +269,7 @@ def _transformers_text(config: ModelConfig) -> str:
     family = get_family(config)
     if family.diffusion_defaults is not None:
         return f"`transformers` has no `{family.model_type}`: it needs the code that the family's models come with."
-    loads = "`transformers.AutoModelForCausalLM.from_pretrained` loads this directory"
+    loads = f"`transformers.{_auto_class(config)}.from_pretrained` loads this directory"
     if config.block_length == 1:
         return f"{loads} and computes the same logits."
     needs = "with a block-causal `attention_mask` [batch, 1, query, key]"
@@ -273,6 +277,10 @@ def _transformers_text(config: ModelConfig) -> str:
         window = "; sliding windows see one position more on each side" * (SLIDING in (config.layer_types or ()))
         needs = f"for a whole sequence (version 5.23 or newer, which reads `is_causal`{window})"
     return f"{loads} and computes the same logits {needs}. Its `generate` does not decode diffusion models."
+
+
+def _auto_class(config: ModelConfig) -> str:
+    return "AutoModelForCausalLM" if config.vision is None else "AutoModelForImageTextToText"
 
 
 def _limits_section(config: ModelConfig) -> str:

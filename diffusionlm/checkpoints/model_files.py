@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import verify_directory
+from diffusionlm.families.hub import PROCESSOR_FILES
 from diffusionlm.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from diffusionlm.families.registry import FAMILIES
 from files.json_files import read_json_object
@@ -39,6 +40,12 @@ def read_model_description(path: str | Path) -> ModelDescription:
     """
     directory = resolve_model_directory(path, needs_weights=False)
     return ModelDescription(directory, read_model_config(directory), load_tokenizer(path))
+
+
+def read_processor_files(directory: Path, config: ModelConfig) -> dict[str, bytes]:
+    """Read the files for the processor of images by name. Empty: the model reads no images."""
+    names = PROCESSOR_FILES if config.vision is not None else ()
+    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
 def list_weight_files(directory: Path) -> list[Path]:

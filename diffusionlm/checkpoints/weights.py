@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import INDEX, WEIGHTS, join_problems, list_weight_files, read_weight_index
-from diffusionlm.families.registry import parameter_name
+from diffusionlm.families.registry import get_family, parameter_name
 
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 MAX_SHARD_SIZE = 5_000_000_000
@@ -36,6 +36,7 @@ _IGNORED_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
 _STACKED_EXPERTS = re.compile(
     r"(?P<stem>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
 )
+_EXPERT_WEIGHT = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+_proj)\.weight")
 _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -169,18 +170,20 @@ def read_saved_dtype(path: Path) -> torch.dtype:
 
 def _open_stored_tensors(files: list[Path], stack: ExitStack) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of the files by parameter name, and what is wrong with them."""
-    entries: dict[str, StoredTensor] = {}
-    file_of: dict[str, str] = {}
-    problems = []
+    tensors: list[StoredTensor] = []
     for file in files:
-        if file.name.endswith(".json"):
-            continue
-        for stored in _open_pickle(file) if file.suffix == ".bin" else _open_safetensors(file, stack):
-            file_of[stored.stored_name] = file.name
-            for name, entry in _split_stacked_experts(stored):
-                if name in entries:
-                    problems.append(f"{name} is in {entries[name].file.name} and in {file.name}")
-                entries[name] = entry
+        if not file.name.endswith(".json"):
+            tensors += _open_pickle(file) if file.suffix == ".bin" else _open_safetensors(file, stack)
+    file_of = {tensor.stored_name: tensor.file.name for tensor in tensors}
+    tables = (t.shape for t in tensors if parameter_name(t.stored_name) in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
+    hidden_size = next((shape[-1] for shape in tables if shape), None)
+    entries: dict[str, StoredTensor] = {}
+    problems = []
+    for tensor in tensors:
+        for name, entry in _split_stacked_experts(tensor, hidden_size):
+            if name in entries:
+                problems.append(f"{name} is in {entries[name].file.name} and in {entry.file.name}")
+            entries[name] = entry
     if files[0].name.endswith(".json"):
         index = read_weight_index(files[0])
         problems += [f"{name} is not in {file}" for name, file in index.items() if file_of.get(name) != file]
@@ -217,8 +220,11 @@ def _open_pickle(path: Path) -> Iterator[StoredTensor]:
         yield StoredTensor(path, str(name), tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
-def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield (parameter name, tensor): one, or one per expert of a stacked tensor [experts, out, in]."""
+def _split_stacked_experts(entry: StoredTensor, hidden_size: int | None) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield (parameter name, tensor): one, or one per expert of a stacked tensor.
+
+    That is [experts, out, in], or [experts, in, out] if only this fits ``hidden_size`` (Qwen3-VL-MoE).
+    """
     name = parameter_name(entry.stored_name)
     match = _STACKED_EXPERTS.fullmatch(name)
     # A shape without values could name any number of experts.
@@ -226,18 +232,23 @@ def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTen
         if _IGNORED_BUFFERS.fullmatch(name) is None:
             yield name, entry
         return
-    num_experts, num_rows, num_columns = entry.shape
+    num_experts, *shape = entry.shape
+    sizes = shape if match["kind"] == "down_proj" else shape[::-1]  # that of the model comes first
+    is_transposed = sizes[0] != hidden_size and sizes[1] == hidden_size
+    num_rows, num_columns = shape[::-1] if is_transposed else shape
     kinds = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else (match["kind"],)
     size = num_rows // len(kinds)
     for expert in range(num_experts):
         for index, kind in enumerate(kinds):
-            read = functools.partial(_read_slice, entry, expert, slice(index * size, (index + 1) * size))
+            rows = slice(index * size, (index + 1) * size)
+            read = functools.partial(_read_slice, entry, expert, rows, is_transposed=is_transposed)
             parameter = f"{match['stem']}.{expert}.{kind}.weight"
             yield parameter, StoredTensor(entry.file, entry.stored_name, (size, num_columns), read)
 
 
-def _read_slice(entry: StoredTensor, expert: int, rows: slice) -> Tensor:
-    return entry.read()[expert, rows]
+def _read_slice(entry: StoredTensor, expert: int, rows: slice, *, is_transposed: bool) -> Tensor:
+    matrix = entry.read()[expert]
+    return (matrix.T if is_transposed else matrix)[rows]
 
 
 def _find_mismatches(parameters: dict[str, nn.Parameter], entries: dict[str, StoredTensor]) -> list[str]:
@@ -276,7 +287,49 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int = MAX_SHARD_SIZE) -> list[Path]:
+@dataclass(frozen=True)
+class ExpertStack:
+    """A projection of the experts of a layer, which are joined when they are written."""
+
+    projections: dict[tuple[int, str], Tensor]
+    """Of each expert ``down_proj``, or ``gate_proj`` and ``up_proj``, [out, in]."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.projections.values())
+
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.projections.values())
+
+    def join(self) -> Tensor:
+        """[experts, in, out] as in Qwen3-VL-MoE's files; [experts, out, in] if both sizes are the same, because
+        transformers transposes only what does not fit."""
+        num_experts = len({expert for expert, _ in self.projections})
+        stacked = torch.stack([self.projections[key] for key in sorted(self.projections)])
+        stacked = stacked.view(num_experts, -1, stacked.shape[2])
+        return stacked if stacked.shape[1] == stacked.shape[2] else stacked.mT
+
+
+def to_stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | ExpertStack]:
+    """Map names of parameters to the tensors in the weight files of the model's family."""
+    family = get_family(config)
+    stored: dict[str, Tensor | ExpertStack] = {}
+    stacks: dict[str, ExpertStack] = {}
+    for parameter, tensor in tensors.items():
+        name = family.stored_name(parameter)
+        match = _EXPERT_WEIGHT.fullmatch(name) if family.stacks_experts else None
+        if match is None:
+            stored[name] = tensor
+            continue
+        name = f"{match['stem']}.{'down_proj' if match['kind'] == 'down_proj' else 'gate_up_proj'}"
+        stored[name] = stack = stacks.setdefault(name, ExpertStack({}))
+        stack.projections[int(match["expert"]), match["kind"]] = tensor
+    return stored
+
+
+def save_weights(
+    tensors: Mapping[str, Tensor | ExpertStack], directory: Path, max_shard_size: int = MAX_SHARD_SIZE
+) -> list[Path]:
     """Write tensors to model.safetensors or, if they are larger than ``max_shard_size``, to shards and an index.
 
     A shard has at least one tensor, of any size. Old weights of the directory are removed, because a single file would
@@ -288,7 +341,7 @@ def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: in
     Raises:
         OSError, SafetensorError: the files cannot be written.
     """
-    shards, shard_bytes = [dict[str, Tensor]()], 0
+    shards, shard_bytes = [dict[str, Tensor | ExpertStack]()], 0
     for name, tensor in tensors.items():
         if shards[-1] and shard_bytes + tensor.nbytes > max_shard_size:
             shards.append({})
@@ -301,7 +354,8 @@ def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: in
     count = len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for file, shard in zip(names, shards, strict=True):
-        contiguous = {name: tensor.detach().contiguous().cpu() for name, tensor in shard.items()}
+        whole = {name: tensor.join() if isinstance(tensor, ExpertStack) else tensor for name, tensor in shard.items()}
+        contiguous = {name: tensor.detach().contiguous().cpu() for name, tensor in whole.items()}
         save_file(contiguous, directory / file, metadata={"format": "pt"})
     if count == 1:
         return [directory / WEIGHTS]

@@ -37,23 +37,30 @@ from diffusionlm.diffusion.objectives import Objective, build_objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import segment_starts
 from diffusionlm.vision.batches import build_image_inputs
+from diffusionlm.vision.features import FeatureStore
 from diffusionlm.vision.processor import ImageProcessor
 from tokenizer import Tokenizer
 
 ROWS_PER_READ = 1_024
 
 
-def collate_rows(rows: Sequence[Row], processor: ImageProcessor | None = None) -> CleanBatch:
+def collate_rows(
+    rows: Sequence[Row], processor: ImageProcessor | None = None, features: FeatureStore | None = None
+) -> CleanBatch:
     """Stack B rows of L tokens into tensors of shape [B, L], and compute the patches of their images.
 
     Args:
         processor: the one that has read the images. None: there are none.
+        features: has features of images, which then need no patches. None: there are none.
 
     Raises:
         ValueError: an image cannot be read any more.
     """
-    images = [row.images for row in rows]
-    assert processor is not None or not any(images), "the encoder of the conversations had it"
+    placed, images = [row.images for row in rows], None
+    assert processor is not None or not any(placed), "the encoder of the conversations had it"
+    if processor is not None:
+        read_features = None if features is None else features.read
+        images = build_image_inputs(placed, len(rows[0].tokens_L), processor.compute_patches, read_features)
     segments_BL = _stack([row.segment_ids_L for row in rows if row.segment_ids_L is not None])
     return CleanBatch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
@@ -62,7 +69,7 @@ def collate_rows(rows: Sequence[Row], processor: ImageProcessor | None = None) -
         segment_BL=None if segments_BL is None else segments_BL.long(),
         is_eos_padding_BL=_stack([row.is_eos_padding_L for row in rows if row.is_eos_padding_L is not None]),
         is_desirable_B1=_stack([row.is_desirable_1 for row in rows if row.is_desirable_1 is not None]),
-        images=build_image_inputs(images, len(rows[0].tokens_L), processor.compute_patches) if processor else None,
+        images=images,
     )
 
 
@@ -152,6 +159,8 @@ class Loader(StepLoader):
     """Each row of a step also has its prompt with the answer of the next row, the last one with that of the first."""
     processor: ImageProcessor | None = None
     """The one that has read the images of the rows. None: there are none."""
+    features: FeatureStore | None = None
+    """Stored features of images. None: there are none."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -185,7 +194,7 @@ class Loader(StepLoader):
         first_sequences = np.cumsum([0, *map(_count_noise_sequences, all_rows)]).tolist()
         noised_batches = []
         for start in range(0, rows_per_rank, self.micro_batch_size):
-            batch = collate_rows(rows[start : start + self.micro_batch_size], self.processor)
+            batch = collate_rows(rows[start : start + self.micro_batch_size], self.processor, self.features)
             key = NoiseKey(self.seed, step, first_sequences[first_row + start], first_sequences[-1])
             forwards = (self.objective.build_noised_batch(batch, key), self.objective.build_auxiliary_batch(batch))
             noised_batches += [
@@ -254,6 +263,8 @@ class LoaderSpec:
     world_size: int = 1
     processor: ImageProcessor | None = None
     """Reads the images of conversations. None: the model has no vision tower."""
+    features: FeatureStore | None = None
+    """Stored features of images. None: there are none."""
 
     def open(self, components: list[MixtureComponent] | None = None, encoder: TextEncoder | None = None) -> Loader:
         """Build the loader.
@@ -286,6 +297,7 @@ class LoaderSpec:
             pads_to_longest=self.data.pads_to_longest,
             appends_mismatches=is_unpaired,
             processor=self.processor,
+            features=self.features,
         )
 
 

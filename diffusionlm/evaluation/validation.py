@@ -35,6 +35,7 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.nelbo import NelboEstimator
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.features import FeatureStore
 from diffusionlm.vision.processor import ImageProcessor
 from profiling import nvtx
 from tokenizer import Tokenizer
@@ -96,17 +97,19 @@ class Validator:
         training_components: list[MixtureComponent],
         world: World = SINGLE_PROCESS,
         processor: ImageProcessor | None = None,
+        features: FeatureStore | None = None,
     ) -> None:
         """Read the rows once, from shuffled validation documents.
 
         Args:
             processor: reads the images of conversations. None: images are refused.
+            features: of images. None: none are stored.
 
         Raises:
             ValueError: there is no validation text.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
-        self.training_components, self._processor = training_components, processor
+        self.training_components, self._processor, self._features = training_components, processor, features
         components = open_components(config.data, "validation", processor=processor)
         self.rows = read_validation_rows(config, tokenizer, components)
         self.skipped_records = [
@@ -170,7 +173,7 @@ class Validator:
         return evaluate(
             model,
             self.tokenizer,
-            collate_rows(rows, self._processor),
+            collate_rows(rows, self._processor, self._features),
             num_mc_samples=settings.num_mc_samples,
             batch_size=settings.batch_size,
             layout=build_layout(self.config.objective, model.config, block_length),

@@ -83,6 +83,10 @@ class ModelFamily:
     """``attention_bias`` also adds a bias to the attention output projection."""
     supports_sliding_window: bool = True
     requires_experts: bool = False
+    has_vision: bool = False
+    """Its models have a vision tower; those of other families have none."""
+    stacks_experts: bool = False
+    """Weight files hold a projection of all experts of a layer in one tensor."""
     has_block_size_key: bool = False
     """The key is ``block_size``; without it, the directory's name may end in the block length (-b16)."""
     stop_token_ids: tuple[int, ...] = ()
@@ -290,6 +294,8 @@ class ModelFamily:
         ]
         if config.num_experts == 0 and self.requires_experts:
             problems.append("num_experts = 0")
+        if (config.vision is not None) != self.has_vision:
+            problems.append("no vision tower" if self.has_vision else "a vision tower")
         if config.hidden_act not in self.activations:
             problems.append(f"hidden_act = {config.hidden_act!r} (it has {' or '.join(map(repr, self.activations))})")
         if problems:

@@ -11,6 +11,8 @@ from pathlib import Path
 from files.paths import portable_path
 from files.terminal_text import accepts_escapes
 
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""How programs prepare images and videos for a model."""
 DESCRIPTION_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,6 +26,7 @@ DESCRIPTION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    *PROCESSOR_FILES,
     "README.md",
 )
 """Everything but the weights. A pattern without a wildcard matches no file of a subfolder."""

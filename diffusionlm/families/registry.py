@@ -1,16 +1,18 @@
 """The list of model families.
 
-| model_type | layers as | where config.json has no diffusion keys                                                     |
-|------------|-----------|---------------------------------------------------------------------------------------------|
-| qwen3      | Qwen3     | autoregressive: block_length 1, shifted logits, no mask token                               |
-| qwen2      | Qwen2     | autoregressive (Qwen2 and Qwen2.5)                                                          |
-| llama      | Llama     | autoregressive                                                                              |
-| qwen3_moe  | Qwen3-MoE | autoregressive                                                                              |
-| gemma2     | Gemma 2   | autoregressive                                                                              |
-| sdar       | Qwen3     | mask 151669, same position, block_length 4 or the number at the end of the directory's name |
-| sdar_moe   | Qwen3-MoE | as sdar                                                                                     |
-| llada      | Llama     | mask 126336, same position, one block for the whole sequence                                |
-| Dream      | Qwen2     | mask 151666, shifted logits, one block for the whole sequence                               |
+| model_type   | layers as | where config.json has no diffusion keys                                                 |
+|--------------|-----------|-----------------------------------------------------------------------------------------|
+| qwen3        | Qwen3     | autoregressive: block_length 1, shifted logits, no mask token                           |
+| qwen2        | Qwen2     | autoregressive (Qwen2 and Qwen2.5)                                                      |
+| llama        | Llama     | autoregressive                                                                          |
+| qwen3_moe    | Qwen3-MoE | autoregressive                                                                          |
+| qwen3_vl     | Qwen3     | autoregressive, with a vision tower                                                     |
+| qwen3_vl_moe | Qwen3-MoE | autoregressive, with a vision tower                                                     |
+| gemma2       | Gemma 2   | autoregressive                                                                          |
+| sdar         | Qwen3     | mask 151669, same position, block_length 4 or the number that ends the directory's name |
+| sdar_moe     | Qwen3-MoE | as sdar                                                                                 |
+| llada        | Llama     | mask 126336, same position, one block for the whole sequence                            |
+| Dream        | Qwen2     | mask 151666, shifted logits, one block for the whole sequence                           |
 
 Keys in config.json override this table. A key that changes the computation and is not supported is an error.
 
@@ -27,6 +29,7 @@ from config.model import ModelConfig
 from diffusionlm.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily, Options
 from diffusionlm.families.gemma2 import GEMMA2
 from diffusionlm.families.llada import LLADA
+from diffusionlm.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
 _QWEN2: Options = {**DENSE_OPTIONS, "qk_norm": False, "attention_bias": True, "attention_output_bias": False}
 _QWEN3: Options = {**DENSE_OPTIONS, "qk_norm": True}
@@ -57,6 +60,8 @@ _FAMILIES = (
         supports_sliding_window=False,
         requires_experts=True,
     ),
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     GEMMA2,
     ModelFamily(
         "sdar",
@@ -89,6 +94,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.model_type: famil
 
 def infer_model_type(config: ModelConfig) -> str:
     """Return the transformers family that a model's options describe."""
+    if config.vision is not None:
+        return "qwen3_vl_moe" if config.num_experts else "qwen3_vl"
     if config.num_experts:
         return "qwen3_moe"
     if config.sandwich_norms:

@@ -33,6 +33,7 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
+from diffusionlm.training.image_features import open_feature_store
 from diffusionlm.training.metrics import StepMonitor, TrainingProgress
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
@@ -177,7 +178,8 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     precision = choose_precision(config.training, device)
     model_builder = create_model_builder(config, tokenizer, precision)
     state = build_train_state(config, model_builder, world, device, precision)
-    spec = build_loader_spec(config, tokenizer, state.model, world, processor)
+    features = open_feature_store(config, model_builder, state.model, world, precision)
+    spec = replace(build_loader_spec(config, tokenizer, state.model, world, processor), features=features)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
     log_once(_describe_run(state, settings, world))
@@ -187,7 +189,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     loader: StepLoader = WorkerLoader(spec) if config.data.workers else spec.open(components)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    validator = Validator(config, tokenizer, components, world, processor)
+    validator = Validator(config, tokenizer, components, world, processor, features)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
     is_sampling = world.data_rank == 0 or config.parallel.decodes_together
     return Run(
@@ -212,7 +214,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        model_files=_describe_files(state, model_builder, config, world),
+        model_files=replace(_describe_files(state, model_builder, config, world), processor=processor),
         reference_fingerprint=world.run_on_first(
             lambda: _fingerprint_reference(state, find_reference(config, model_builder))
         ),

@@ -17,18 +17,18 @@ def build_image_inputs(
     rows: Sequence[Sequence[PlacedImage]],
     length: int,
     compute_patches: Callable[[EncodedImage], NDArray[np.float32]],
-    read_features: Callable[[EncodedImage], Tensor | None] = lambda image: None,
+    read_features: Callable[[EncodedImage], Tensor | None] | None = None,
 ) -> ImageInputs | None:
     """Build the images of B rows of ``length`` tokens; None: there are none. Equal images are computed once.
 
     Args:
         compute_patches: `ImageProcessor.compute_patches`.
-        read_features: `FeatureStore.read`; of images that are stored no patches are computed.
+        read_features: `FeatureStore.read`; of images that are stored no patches are computed. None: there are none.
     """
     images = {placed.image.digest: placed.image for row in rows for placed in row}
     if not images:
         return None
-    features = {digest: read_features(image) for digest, image in images.items()}
+    features = {digest: read_features and read_features(image) for digest, image in images.items()}
     images = {digest: images[digest] for digest in sorted(images, key=lambda digest: features[digest] is None)}
     stored = [features_EFD for features_EFD in features.values() if features_EFD is not None]
     patches = [compute_patches(image) for digest, image in images.items() if features[digest] is None]

@@ -19,6 +19,8 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components
+from diffusionlm.vision.messages import IMAGE_TOKENS
+from tests.unit.data.chat_cases import image_processor, picture
 from tokenizer import load_tokenizer
 
 GUIDE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -30,7 +32,7 @@ LINES = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"})
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small versions of the files that the examples name."""
     folder = tmp_path_factory.mktemp("guide")
-    for name in ("texts", "more", "books", "held-out", "crawl", "tiny", "chats", "questions"):
+    for name in ("texts", "more", "books", "held-out", "crawl", "tiny", "chats", "questions", "pictures"):
         (folder / name).mkdir()
     plain = "\n".join(LINES)
     for package in ("json", "email"):
@@ -47,9 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "questions/a.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     chats = [{"instruction": pair["question"], "output": pair["answer"]} for pair in pairs]
     (folder / "chats/a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    (folder / "pictures/1.png").write_bytes(picture(1, 2))
+    chats = [{"prompt": f"<image>{index}", "completion": "it", "image": "1.png"} for index in range(120)]
+    (folder / "pictures/a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
     source = LocalFiles(paths=(str(folder / "texts/a.jsonl"),))
     output = MakeDataOutputConfig(directory=folder / "data/stdlib", workers=0)
-    tokenizer = TokenizerConfig(vocab_size=300, special_tokens=("<|im_start|>", "<|im_end|>"))
+    tokenizer = TokenizerConfig(vocab_size=300, special_tokens=("<|im_start|>", "<|im_end|>", *IMAGE_TOKENS))
     make_data(MakeDataConfig(source=source, tokenizer=tokenizer, output=output), lambda _: None)
     return folder
 
@@ -71,9 +76,10 @@ def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: 
     config = DataConfig.model_validate({"source": "python-stdlib"} | values if "mixture" not in values else values)
     tokenizer = load_tokenizer(folder / "data/stdlib/tokenizer")
     for split in ("train", "validation"):
-        components = open_components(config, split)
+        components = open_components(config, split, processor=image_processor())
         rows, _ = build_row_reader(
             components, config, tokenizer, config.row_length or 64, seed=0, repeat=split == "train"
         ).read(0, None, 4)
         assert rows and all(row.loss_mask_L.any() for row in rows)
+        assert all(row.images for row in rows) == ("images" in values)
         assert all(component.source.provenance and component.source.identity for component in components)

@@ -109,8 +109,36 @@ HOSTILE_VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+TOWER: dict[str, Any] = {
+    "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [1], "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "out_hidden_size": 32, "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": None,
+}  # fmt: skip
+MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+
 def write_config(folder: Path, **values: Any) -> None:
+    family = FAMILIES.get(values.get("model_type", ""))
+    if family is not None and family.has_vision:
+        text = {"rope_scaling": MROPE} | values
+        values = {key: text.pop(key) for key in ("model_type", "mask_token_id", "vision_config") if key in text}
+        values = {"text_config": text, "vision_config": TOWER} | values
     (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_values_of_any_type_in_a_tower_are_refused_by_the_file(tmp_path: Path) -> None:
+    towers = [TOWER | {key: value} for key in TOWER for value in HOSTILE_VALUES]
+    ropes = [MROPE | {key: value} for key in MROPE for value in HOSTILE_VALUES]
+    changes = [{key: value} for key in ("vision_config", "image_token_id") for value in HOSTILE_VALUES]
+    changes += [*({"vision_config": tower} for tower in towers), *({"rope_scaling": rope} for rope in ropes)]
+    messages = []
+    for change in changes:
+        write_config(tmp_path, model_type="qwen3_vl", **SIZES | change)
+        try:
+            read_model_config(tmp_path)
+        except ValueError as error:
+            messages.append(str(error))
+    assert messages and all(message.startswith(f"{tmp_path / 'config.json'}: ") for message in messages)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,62 @@ from typing import Any
 import pytest
 import torch
 
+from diffusionlm.checkpoints.huggingface import build_config_json
+from diffusionlm.checkpoints.weights import to_stored_tensors
 from diffusionlm.families.model_directory import read_model_config
+from diffusionlm.families.registry import get_family
 from diffusionlm.models.transformer import Transformer
+from profiling.flops import count_parameters
 
 QWEN: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False}
+SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+SIZE_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "moe_intermediate_size",
+)  # fmt: skip
+
+
+def qwen3_vl(tower: dict[str, Any], *sizes: int, tied: bool = False) -> dict[str, Any]:
+    text = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "use_cache": True,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "vocab_size": 151936, **dict(zip(SIZE_KEYS, sizes, strict=False)),
+    }  # fmt: skip
+    vision = {
+        "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "initializer_range": 0.02, "num_heads": 16,
+        "num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"], "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, **tower,
+    }  # fmt: skip
+    model_type = "qwen3_vl_moe" if "moe_intermediate_size" in text else "qwen3_vl"
+    if model_type == "qwen3_vl_moe":
+        text |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        text |= {"mlp_only_layers": []}
+    elif tied:
+        text |= {"tie_word_embeddings": True}
+    return {
+        "model_type": model_type, "tie_word_embeddings": tied, "image_token_id": 151655, "video_token_id": 151656,
+        "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+        "text_config": text | {"model_type": f"{model_type}_text"},
+        "vision_config": vision | {"model_type": model_type},
+    }  # fmt: skip
+
+
 PUBLISHED: list[Any] = [
+    pytest.param(
+        qwen3_vl(SMALL_TOWER, 2048, 6144, 28, 16, 8, tied=True), 2_127_532_032, 625, id="Qwen3-VL-2B-Instruct"
+    ),
+    pytest.param(
+        qwen3_vl(SMALL_TOWER, 2560, 9728, 36, 32, 8, tied=True), 4_437_815_808, 713, id="Qwen3-VL-4B-Instruct"
+    ),
+    pytest.param(qwen3_vl(TOWER, 4096, 12288, 36, 32, 8), 8_767_123_696, 750, id="Qwen3-VL-8B-Instruct"),
+    pytest.param(qwen3_vl(TOWER, 5120, 25600, 64, 64, 8), 33_357_390_064, 1058, id="Qwen3-VL-32B-Instruct"),
+    pytest.param(qwen3_vl(TOWER, 2048, 6144, 48, 32, 4, 768), 31_070_754_032, 882, id="Qwen3-VL-30B-A3B-Instruct"),
+    pytest.param(
+        qwen3_vl(TOWER, 4096, 12288, 94, 64, 4, 1536), 235_670_022_896, 1388, id="Qwen3-VL-235B-A22B-Instruct"
+    ),
     pytest.param(
         {"model_type": "sdar", **QWEN, "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728}
         | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -54,7 +105,12 @@ def test_published_models_have_their_size(
 ) -> None:
     """The released config.json gives a model of as many numbers and tensors as the released files hold."""
     (tmp_path / "config.json").write_text(json.dumps(values))
+    config = read_model_config(tmp_path)
     with torch.device("meta"):
-        model = Transformer(read_model_config(tmp_path))
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    assert (sum(sizes), len(sizes)) == (parameters, tensors)
+        model = Transformer(config)
+    stored = to_stored_tensors(config, dict(model.named_parameters()))
+    assert (sum(tensor.numel() for tensor in stored.values()), len(stored)) == (parameters, tensors)
+    assert count_parameters(config, config.vocab_size)[0] == parameters
+    assert get_family(config).model_type == values["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(build_config_json(config, torch.bfloat16)))
+    assert read_model_config(tmp_path) == config

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from config.model import Architecture
 from config.train import TrainConfig
+from diffusionlm.models.init import VISION_PREFIX
+from diffusionlm.models.transformer import Transformer
 from profiling.estimate import ResourceEstimate, estimate_run
-from profiling.flops import count_parameters, count_visible_pairs, step_flops
+from profiling.flops import (
+    count_parameters,
+    count_visible_pairs,
+    count_vision_parameters,
+    list_vision_parameters,
+    step_flops,
+)
 from profiling.mesh_search import MEMORY_LIMIT, main
+from tests.qwen3_vl_oracle import CONFIG
 
 QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40_960, "hidden_size": 2048}
 QWEN3_30B_A3B: dict[str, Any] = QWEN3 | {
@@ -25,6 +35,17 @@ QWEN3_17B: dict[str, Any] = QWEN3 | {
 @pytest.mark.parametrize(("shape", "parameters"), [(QWEN3_17B, 1_720_574_976), (QWEN3_30B_A3B, 30_532_122_624)])
 def test_models_have_the_parameters_of_the_published_checkpoints(shape: dict[str, Any], parameters: int) -> None:
     assert count_parameters(Architecture(**shape), 151_936)[0] == parameters
+
+
+def test_parameters_of_a_vision_tower() -> None:
+    with torch.device("meta"):
+        model = Transformer(CONFIG)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    vision = {name: size for name, size in sizes.items() if name.startswith(VISION_PREFIX)}
+    assert dict(list_vision_parameters(CONFIG)) == vision
+    assert count_parameters(CONFIG, CONFIG.vocab_size)[0] == sum(sizes.values())
+    mergers = sum(size for name, size in vision.items() if "merger" in name)
+    assert count_vision_parameters(CONFIG) == (sum(vision.values()) - mergers, mergers)
 
 
 # A block: q 4 x 4, k and v 2 x 4 each, o 4 x 4, three of 6 x 4, two norms of 4 and two of 2.
