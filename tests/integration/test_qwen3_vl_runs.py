@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli.train import format_run_estimate
 from config.convert import ConvertConfig
 from config.load import load_config
 from config.train import TrainConfig
@@ -18,6 +20,8 @@ from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.families.registry import get_family
 from diffusionlm.training.loop import train
 from diffusionlm.vision.processor import ImageProcessor, load_processor, save_processor
+from logger.pages.terminal import render_text
+from profiling.flops import count_vision_parameters
 from tests.qwen3_vl_oracle import CONFIG, IMAGE, VISION, build_oracle, reload_in_transformers
 from tests.tiny_run import failing_at, read_losses, write_train_config
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
@@ -68,7 +72,9 @@ def test_checkpoints_have_the_names_of_the_base(changes: dict[str, Any], tmp_pat
     assert not torch.equal(*(table["model.language_model.norm.weight"] for table in (tensors, old)))
     assert load_processor(checkpoint) == load_processor(base)
     theirs = reload_in_transformers(checkpoint).state_dict()
-    family = get_family(read_model_config(checkpoint))
+    config = read_model_config(checkpoint)
+    assert config.video_token_id == IMAGE + 1
+    family = get_family(config)
     for name, value in load_model(checkpoint).named_parameters():
         assert ".experts." in name or torch.equal(value, theirs[family.stored_name(name)])
 
@@ -77,6 +83,10 @@ def test_checkpoints_of_adapters(tmp_path: Path) -> None:
     write_base(tmp_path)
     limits = {"images": {"max_pixels": 5_000}}
     config = configure(tmp_path, "adapter", lora={"rank": 2}, data=limits)
+    tower, mergers = count_vision_parameters(CONFIG)
+    assert f"{tower:,} in the tower, {mergers:,} in its mergers" in render_text(
+        [format_run_estimate(config)], StringIO()
+    )
     train(config)
     checkpoint = config.run.directory / "checkpoints" / "latest"
     names = load_file(checkpoint / "adapter_model.safetensors").keys()

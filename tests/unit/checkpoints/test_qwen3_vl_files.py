@@ -173,6 +173,8 @@ def convert_directory(source: Path, target: Path, **options: Any) -> Transformer
 def test_conversion_adds_a_mask_token(source: Path, tmp_path: Path) -> None:
     before, target = load_model(source), tmp_path / "masked"
     after = convert_directory(source, target, diffusion={"logit_alignment": "same_position"})
+    changed = {key for key, *_ in analyze(source, target).config_differences}
+    assert {"mask_token_id", "text_config.is_causal"} < changed and "vision_config.depth" not in changed
     assert (after.config.mask_token_id, after.config.block_length, after.config.vocab_size) == (258, None, 300)
     for name, parameter in after.named_parameters():
         rows = [row for row in range(300) if row != 258 or name.startswith(VISION_PREFIX)]
