@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, model_validator
 
 from config.base import ConfigPath
-from config.model import Architecture, ModelConfig
+from config.model import IMAGE_TOKEN_ID_KEYS, Architecture, ModelConfig
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.families.registry import get_family
 
@@ -79,11 +79,15 @@ class ModelSection(Architecture):
 
     def to_adapted_config(self, **vocabulary: Any) -> ModelConfig:
         """The same for a model with an adapter: of the family of `init_from`, whose module names the adapter's files
-        have, unless that family has no model with these options."""
-        config = self.to_model_config(**vocabulary)
+        have, unless that family has no model with these options. Ids of image tokens that are not given are its own."""
         try:
             source = read_model_config(resolve_model_directory(self.init_from or "", needs_weights=False))
-            adapted = config.model_copy(update={"model_type": source.model_type})
+        except ValueError:
+            return self.to_model_config(**vocabulary)
+        image_tokens = {key: getattr(source, key) for key in IMAGE_TOKEN_ID_KEYS}
+        config = self.to_model_config(**image_tokens | vocabulary)
+        adapted = config.model_copy(update={"model_type": source.model_type})
+        try:
             get_family(adapted).to_config_json(adapted)
         except ValueError:
             return config

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from config.finetune.lora import HEAD, LoraConfig
 from config.model import ModelConfig
 from diffusionlm.families.registry import get_family
+from profiling.flops import list_vision_parameters
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def measure_adapter(lora: LoraConfig, model: ModelConfig) -> AdapterSize:
             base_parameters += num_outputs
         has_head_rows = has_head_rows and not (name == HEAD and (is_adapted or is_saved))
     for names, size in _list_other_parameters(model):
-        if any(lora.saves(family.stored_name(name)) for name in names):
+        if any(lora.trains(family.stored_name(name), is_adapted=False) for name in names):
             base_parameters += size
     parameters += len(lora.token_ids(0)) * model.hidden_size * (2 if has_head_rows else 1)
     return AdapterSize(parameters + base_parameters, base_parameters, round(active), round(active_base), adapted)
@@ -106,7 +107,7 @@ def _list_projections(model: ModelConfig) -> Iterator[tuple[str, int, int, float
 
 
 def _list_other_parameters(model: ModelConfig) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Names and size of the embedding, with a tied head, and of each norm."""
+    """Names and size of the embedding, with a tied head, of each norm, and of the parameters of the vision tower."""
     embedding = "model.embed_tokens.weight"
     names = (embedding, f"{HEAD}.weight") if model.tie_word_embeddings else (embedding,)
     yield names, model.vocab_size * model.hidden_size
@@ -117,6 +118,7 @@ def _list_other_parameters(model: ModelConfig) -> Iterator[tuple[tuple[str, ...]
         sizes |= {"self_attn.q_norm": model.head_dim, "self_attn.k_norm": model.head_dim}
     for layer in range(model.num_hidden_layers):
         yield from (((f"model.layers.{layer}.{name}.weight",), size) for name, size in sizes.items())
+    yield from (((name,), size) for name, size in list_vision_parameters(model))
 
 
 def _list_feed_forward(stem: str, width: int, inner: int, share: float) -> Iterator[tuple[str, int, int, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def build_oracle(dtype: torch.dtype = torch.float32, shape: ModelConfig = CONFIG
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = (1.0 + 0.1 * values if "norm" in name else 0.2 * values).to(dtype)
     return oracle
+
+
+def reload_in_transformers(folder: Path) -> Any:
+    """What transformers makes of a directory; nothing of it is left over, and nothing made up."""
+    from transformers import AutoModelForImageTextToText
+
+    auto_model: Any = AutoModelForImageTextToText  # its stub omits the loading report
+    model, report = auto_model.from_pretrained(folder, output_loading_info=True)
+    assert not [value for value in report.values() if value]
+    return model.eval()
 
 
 def build_ours(oracle: nn.Module, config: ModelConfig = CONFIG) -> Transformer:

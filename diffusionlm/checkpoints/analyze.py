@@ -60,7 +60,7 @@ class Analysis:
     """Result of a comparison."""
 
     config_differences: tuple[tuple[str, Any, Any], ...]
-    """(key, a's value, b's value) of config.json. None: the key is missing."""
+    """(key, a's value, b's value) of config.json; keys of its objects are dotted. None: the key is missing."""
     pairs: tuple[TensorPair, ...]
     only_a: tuple[TensorInfo, ...]
     only_b: tuple[TensorInfo, ...]
@@ -99,12 +99,20 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
         pairs = [_compare_values(values_a, values_b, pair) for pair in pairs]
     only_a = tuple(info for name, info in infos_a.items() if name not in infos_b)
     only_b = tuple(info for name, info in infos_b.items() if name not in infos_a)
+    config_a, config_b = _flatten(config_a), _flatten(config_b)
     keys = dict.fromkeys([*config_a, *config_b])
     differences = tuple(
         (key, config_a.get(key), config_b.get(key)) for key in keys if config_a.get(key) != config_b.get(key)
     )
     merged = tuple(side for side, source in (("a", values_a), ("b", values_b)) if not isinstance(source, Path))
     return Analysis(differences, tuple(pairs), only_a, only_b, merged)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _read_merged(path: Path) -> tuple[_Values, dict[str, Any], dict[str, TensorInfo]]:

@@ -89,8 +89,8 @@ class ModelFiles:
     config: TrainConfig
     base_fingerprint: BaseFingerprint | None
     """Of the base of the adapter; None: the run trains the whole model."""
-    processor: ImageProcessor | None = None
-    """Of images. None: the model has no vision tower."""
+    processor: ImageProcessor | None
+    """Of the images that the model reads. None: it reads none."""
 
     def saved_values(self, averages: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """The parameters that a checkpoint holds, in this rank's form. None: all.
@@ -111,8 +111,8 @@ class ModelFiles:
         return {name for name, value in self.whole_model.named_parameters() if not value.requires_grad}
 
     def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Write config.json, generation_config.json, the image processor and the weights: the model's, or those of its
-        adapter.
+        """Write config.json, generation_config.json and the weights: the model's, or those of its adapter; and the
+        settings of the image processor.
 
         Args:
             folder: must exist.

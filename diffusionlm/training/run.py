@@ -214,7 +214,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        model_files=replace(_describe_files(state, model_builder, config, world), processor=processor),
+        model_files=_describe_files(state, model_builder, config, world, processor),
         reference_fingerprint=world.run_on_first(
             lambda: _fingerprint_reference(state, find_reference(config, model_builder))
         ),
@@ -294,9 +294,11 @@ def build_reference(
     return model.requires_grad_(requires_grad=False).to(device)
 
 
-def _describe_files(state: TrainState, builder: ModelBuilder, config: TrainConfig, world: World) -> ModelFiles:
+def _describe_files(
+    state: TrainState, builder: ModelBuilder, config: TrainConfig, world: World, processor: ImageProcessor | None
+) -> ModelFiles:
     whole_model = builder.build_on_meta() if world.mesh.is_divided else state.model
-    return ModelFiles(state.model, whole_model, config, world.run_on_first(builder.fingerprint_base))
+    return ModelFiles(state.model, whole_model, config, world.run_on_first(builder.fingerprint_base), processor)
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:

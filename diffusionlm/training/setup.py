@@ -283,6 +283,7 @@ def create_model_builder(
         block_length=config.objective.final_block_length,
         block_origin=config.block_origin,
         begin_with_eos=config.data.begin_with_eos,
+        video_token_id=None if source_config is None else source_config.video_token_id,
         **image_tokens,
     )
     build_config_json(model_config, torch.float32)  # raises now for what could not be saved at the first checkpoint

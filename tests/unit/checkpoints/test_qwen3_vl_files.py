@@ -12,14 +12,27 @@ from torch import Tensor
 
 from cli.analyze import format_directory
 from config.convert import ConvertConfig
+from config.finetune.lora import LoraConfig
+from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.checkpoints.analyze import analyze
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.families.hub import DESCRIPTION_FILES, PROCESSOR_FILES
 from diffusionlm.models.init import VISION_PREFIX
+from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
-from tests.qwen3_vl_oracle import CONFIG, END, IMAGE, START, Example, build_example, build_oracle
+from tests.qwen3_vl_oracle import (
+    CONFIG,
+    END,
+    IMAGE,
+    START,
+    Example,
+    build_example,
+    build_oracle,
+    reload_in_transformers,
+)
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -60,16 +73,6 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def reload(folder: Path) -> Any:
-    """What transformers makes of a directory; nothing of it is left over, and nothing made up."""
-    from transformers import AutoModelForImageTextToText
-
-    auto_model: Any = AutoModelForImageTextToText  # its stub omits the loading report
-    model, report = auto_model.from_pretrained(folder, output_loading_info=True)
-    assert not [value for value in report.values() if value]
-    return model.eval()
-
-
 @torch.no_grad()
 def compute_logits(model: Transformer, example: Example, pattern: AttentionPattern | None = None) -> Tensor:
     return model(example.tokens_1L, pattern=pattern or Causal(), images=example.images)
@@ -94,7 +97,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     assert_close(compute_logits(ours, example), expected)
     (tmp_path / "ours").mkdir()
     save_model(ours, tmp_path / "ours", max_shard_size=50_000)
-    again, back = load_model(tmp_path / "ours"), reload(tmp_path / "ours")
+    again, back = load_model(tmp_path / "ours"), reload_in_transformers(tmp_path / "ours")
     assert again.config == ours.config
     assert all(torch.equal(value, again.get_parameter(key)) for key, value in ours.named_parameters())
     assert_close(compute_logits(again, example), expected)
@@ -170,6 +173,8 @@ def convert_directory(source: Path, target: Path, **options: Any) -> Transformer
 def test_conversion_adds_a_mask_token(source: Path, tmp_path: Path) -> None:
     before, target = load_model(source), tmp_path / "masked"
     after = convert_directory(source, target, diffusion={"logit_alignment": "same_position"})
+    changed = {key for key, *_ in analyze(source, target).config_differences}
+    assert {"mask_token_id", "text_config.is_causal"} < changed and "vision_config.depth" not in changed
     assert (after.config.mask_token_id, after.config.block_length, after.config.vocab_size) == (258, None, 300)
     for name, parameter in after.named_parameters():
         rows = [row for row in range(300) if row != 258 or name.startswith(VISION_PREFIX)]
@@ -181,7 +186,7 @@ def test_conversion_adds_a_mask_token(source: Path, tmp_path: Path) -> None:
     assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText" in card
     assert "| vision | " in card
     # transformers reads is_causal of the text, and computes the same.
-    theirs = reload(target)
+    theirs = reload_in_transformers(target)
     example = build_example(theirs)
     assert_close(compute_logits(after, example, Bidirectional()), theirs(**example.oracle_inputs).logits)
     assert convert_directory(target, tmp_path / "again").config == after.config
@@ -201,3 +206,59 @@ def test_other_families_have_no_vision(source: Path, tmp_path: Path) -> None:
     model = Transformer(CONFIG.model_copy(update={"vision": None, "model_type": "qwen3_vl"}))
     with pytest.raises(ValueError, match="model_type = 'qwen3_vl': the family has no model with no vision tower"):
         save_model(model, tmp_path)
+
+
+# Adapters.
+
+
+def add_moved_adapter(model: Transformer, config: LoraConfig) -> None:
+    add_adapter(model, config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def test_adapters_of_the_text(source: Path, tmp_path: Path) -> None:
+    """The tower has none, PEFT reads ours, and a merged one is the same model."""
+    from peft import PeftModel
+
+    model, adapter = load_model(source), tmp_path / "adapter"
+    fingerprint = BaseFingerprint.from_model(model)
+    config = LoraConfig(rank=3)
+    add_moved_adapter(model, config)
+    assert not [name for name, _ in adapter_modules(model) if name.startswith(VISION_PREFIX)]
+    adapter.mkdir()
+    save_adapter(model, config, adapter, fingerprint=fingerprint)
+    names = load_file(adapter / "adapter_model.safetensors").keys()
+    assert {name.rpartition(".layers.")[0] for name in names} == {"base_model.model.model.language_model"}
+    theirs = PeftModel.from_pretrained(reload_in_transformers(source), adapter)
+    example = build_example(theirs.base_model.model)
+    expected = compute_logits(model, example)
+    assert_close(theirs(**example.oracle_inputs).logits, expected)
+    again = load_model(source, adapter=adapter)
+    assert torch.equal(compute_logits(again, example), expected)
+    assert_close(compute_logits(convert_directory(source, tmp_path / "merged", adapter=adapter), example), expected)
+
+
+@torch.no_grad()
+def test_adapters_of_experts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    build_case("experts").save_pretrained(tmp_path / "base")
+    save_tokenizer(tokenizer, tmp_path / "base")
+    model, adapter = load_model(tmp_path / "base"), tmp_path / "adapter"
+    config = LoraConfig(rank=2, modules_to_save=("merger",))
+    fingerprint = BaseFingerprint.from_model(model)
+    add_moved_adapter(model, config)
+    adapter.mkdir()
+    save_adapter(model, config, adapter, base=str(tmp_path / "base"), fingerprint=fingerprint)
+    convert_directory(tmp_path / "base", tmp_path / "merged", adapter=adapter)
+    comparison = analyze(adapter, tmp_path / "merged")
+    assert comparison.merged == ("a",) and not comparison.only_a and not comparison.only_b
+    assert comparison.is_equal
+
+
+def test_an_adapter_of_the_tower_is_refused(source: Path, tmp_path: Path) -> None:
+    model = load_model(source)
+    with pytest.raises(ValueError, match=r"lora\.targets = \('qkv',\) selects no projection; the model has down_proj"):
+        add_adapter(model, LoraConfig(targets=("qkv",)))

@@ -94,6 +94,7 @@ def test_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
     family = FAMILIES[infer_model_type(config)]
     values = family.to_config_json(config)
     assert not values.keys() & {"vision", "hidden_size", "mrope_section"}
+    assert values["text_config"]["tie_word_embeddings"] == config.tie_word_embeddings, "transformers 4 reads this one"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(config.stop_token_ids) or 7}))
     assert read(tmp_path, values) == config
     theirs = AutoConfig.from_pretrained(tmp_path)

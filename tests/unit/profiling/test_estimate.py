@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from config.finetune.lora import LoraConfig
 from config.model import Architecture
 from config.train import TrainConfig
+from diffusionlm.checkpoints.adapter_files import stored_module_names
 from diffusionlm.models.init import VISION_PREFIX
+from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
+from profiling.adapter_size import measure_adapter
 from profiling.estimate import ResourceEstimate, estimate_run
 from profiling.flops import (
     count_parameters,
@@ -46,6 +50,12 @@ def test_parameters_of_a_vision_tower() -> None:
     assert count_parameters(CONFIG, CONFIG.vocab_size)[0] == sum(sizes.values())
     mergers = sum(size for name, size in vision.items() if "merger" in name)
     assert count_vision_parameters(CONFIG) == (sum(vision.values()) - mergers, mergers)
+    for lora in (LoraConfig(rank=3), LoraConfig(rank=3, modules_to_save=("merger",)), LoraConfig(bias="all")):
+        with torch.device("meta"):
+            adapted = Transformer(CONFIG)
+        add_adapter(adapted, lora, names=stored_module_names(adapted))
+        trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+        assert measure_adapter(lora, CONFIG).parameters == trained
 
 
 # A block: q 4 x 4, k and v 2 x 4 each, o 4 x 4, three of 6 x 4, two norms of 4 and two of 2.
