@@ -280,6 +280,11 @@ class ImagesConfig(Section):
             raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}: lower it")
         return self
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits that are set, by the names of a processor's options."""
+        return self.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+
 
 class DataConfig(Section):
     """``[data]``: source or mixture, rows, order, workers."""

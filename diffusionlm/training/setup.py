@@ -304,7 +304,7 @@ def open_processor(config: TrainConfig) -> ImageProcessor | None:
     Raises:
         ValueError: ``init_from`` has none, or the limits contradict each other.
     """
-    vision, limits = config.model.vision, config.data.images.model_dump(exclude_none=True)
+    vision, limits = config.model.vision, config.data.images.limits
     if vision is None:
         return None
     if config.model.init_from is None:
