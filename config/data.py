@@ -282,8 +282,9 @@ class ImagesConfig(Section):
 
     @property
     def limits(self) -> dict[str, int]:
-        """The limits that are set, by the names of a processor's options."""
-        return self.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+        """The limits that are set, by their keys."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {key: value for key, value in limits.items() if value is not None}
 
 
 class DataConfig(Section):

@@ -22,6 +22,7 @@ from diffusionlm.checkpoints.huggingface import save_model, save_model_config
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter, keep_start
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
+from diffusionlm.vision.processor import ImageProcessor, save_processor
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class ModelFiles:
     config: TrainConfig
     base_fingerprint: BaseFingerprint | None
     """Of the base of the adapter; None: the run trains the whole model."""
+    processor: ImageProcessor | None = None
+    """Of images. None: the model has no vision tower."""
 
     def saved_values(self, averages: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """The parameters that a checkpoint holds, in this rank's form. None: all.
@@ -108,12 +111,15 @@ class ModelFiles:
         return {name for name, value in self.whole_model.named_parameters() if not value.requires_grad}
 
     def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Write config.json, generation_config.json and the weights: the model's, or those of its adapter.
+        """Write config.json, generation_config.json, the image processor and the weights: the model's, or those of its
+        adapter.
 
         Args:
             folder: must exist.
             weights: whole, by parameter name.
         """
+        if self.processor is not None:
+            save_processor(self.processor, folder)
         if self.config.lora is None:
             save_model(self.whole_model, folder, weights)
             return

@@ -214,7 +214,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        model_files=_describe_files(state, model_builder, config, world),
+        model_files=replace(_describe_files(state, model_builder, config, world), processor=processor),
         reference_fingerprint=world.run_on_first(
             lambda: _fingerprint_reference(state, find_reference(config, model_builder))
         ),

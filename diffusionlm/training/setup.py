@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from config.finetune.preference import PreferenceConfig
@@ -308,10 +309,14 @@ def open_processor(config: TrainConfig) -> ImageProcessor | None:
     if vision is None:
         return None
     if config.model.init_from is None:
-        side = vision.pixels_per_token
-        return ImageProcessor.for_model(vision, **{"min_pixels": side**2, "max_pixels": 256 * side**2} | limits)
-    processor = load_processor(config.model.init_from)
-    return ImageProcessor(ProcessorConfig.model_validate(processor.config.model_dump() | limits))
+        pixels = vision.pixels_per_token**2
+        processor = ImageProcessor.for_model(vision, pixels, 256 * pixels)
+    else:
+        processor = load_processor(config.model.init_from)
+    try:
+        return ImageProcessor(ProcessorConfig.model_validate(processor.config.model_dump() | limits))
+    except ValidationError as error:
+        raise ValueError(f"[data.images]: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def _collect_stop_tokens(

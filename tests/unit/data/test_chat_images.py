@@ -129,10 +129,10 @@ def test_forms_of_images(row: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (chat("<image><image>", "x") | {"image": SMALL}, "1 images, and its user messages 2 marks"),
-        (chat([image(SMALL), "a"], "x") | {"image": SMALL}, "1 images, and its messages have images as well"),
+        (chat("<image><image>", "x") | {"image": SMALL}, "1 images, and its 1 user messages have 2 marks"),
+        (chat([image(SMALL), "a"], "x") | {"image": SMALL}, "1 images, and its messages have images too"),
         (chat("a", [image(SMALL)]), "only user messages may have images"),
-        (chat([image(SMALL), "a"], "the <|image_pad|>"), r"contains <\|image_pad\|>"),
+        (chat([image(SMALL), "a"], "the <|image_pad|>"), r"contain <\|image_pad\|>"),
         (chat([image("../a.png"), "a"], "x"), "outside of"),
         (chat([image("http://a/b.png"), "a"], "x"), "not fetched"),
         ({"prompt": "q", "chosen": [{"role": "assistant", "content": [image(SMALL)]}], "rejected": "x"}, "only user"),
@@ -157,7 +157,7 @@ def test_images_that_cannot_be_read_are_skipped_or_named(tmp_path: Path) -> None
         log = encoder.records.skip_log
         assert not documents and log.counts == {BAD_IMAGE: 1}, name
         assert log.examples[BAD_IMAGE].startswith("c.jsonl, line 7: ")
-        with pytest.raises(ValueError, match=r"data\.source\.chat: c\.jsonl, line 7: the .*on_bad_row = \"skip\""):
+        with pytest.raises(ValueError, match=r"data\.source\.chat: c\.jsonl, line 7: .*the .*on_bad_row = \"skip\""):
             make_encoder(on_bad_row="raise", template="chatml").encode(conversation)
     (kept,) = make_encoder().encode(replace(parse(ONE_TURN), location="c.jsonl, line 8"))[0]
     assert kept.images[0].image.location == "c.jsonl, line 8", "errors of the loader name it"
@@ -245,6 +245,8 @@ def test_preferences_share_the_images_of_their_prompt() -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": prompt, "chosen": "cat", "rejected": "dog"},
         {"prompt": "what", "chosen": "cat", "rejected": "dog", "image": SMALL},
+        {"chosen": "cat", "rejected": "dog", "image": SMALL}
+        | {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]},
         {"chosen": [*prompt, {"role": "assistant", "content": "cat"}]}
         | {"rejected": [*prompt, {"role": "assistant", "content": "dog"}]},
     ]
