@@ -16,6 +16,8 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.lora import adapter_modules
 from diffusionlm.training import loop
+from diffusionlm.vision import processor
+from diffusionlm.vision.image_files import decode_image
 from diffusionlm.vision.processor import ImageProcessor
 from tests.image_run import NUM_IMAGES, configure_images, write_conversations
 from tests.tiny_run import change_config, failing_at, make_first_step, read_losses
@@ -94,20 +96,28 @@ def test_frozen_weights_of_another_model_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_stored_features(workers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses are those without; images are computed in the first steps of the first run."""
+    """The losses are those without. Images are computed in the first steps of the first run, and decoded in none after
+    the first epoch."""
     computed: list[bytes] = []
     compute_patches = ImageProcessor.compute_patches
+    num_decoded = [0]
+
+    def count_decoded(file: bytes) -> Any:
+        num_decoded[-1] += 1
+        return decode_image(file)
 
     def count(self: ImageProcessor, image: Any) -> Any:
         computed.append(image.digest)
         return compute_patches(self, image)
 
     monkeypatch.setattr(ImageProcessor, "compute_patches", count)
+    monkeypatch.setattr(processor, "decode_image", count_decoded)
     plain = configure_images(folder, "plain", training=FROZEN)
     loop.train(plain)
     num_reads = [len(computed)]
     images = {"cache_features": str(folder / "features")}
     for name in ("first", "second"):
+        num_decoded.append(0)
         config = configure_images(folder, name, training=FROZEN, data={"images": images, "workers": workers})
         loop.train(config)
         assert read_losses(config) == pytest.approx(read_losses(plain), rel=1e-6)
@@ -117,6 +127,7 @@ def test_stored_features(workers: int, folder: Path, monkeypatch: pytest.MonkeyP
         num_reads.append(len(computed) - sum(num_reads))
     if workers == 0:  # workers count in their processes
         assert NUM_IMAGES <= num_reads[1] < num_reads[0] and num_reads[2] == 0
+        assert num_decoded[1:] == [NUM_IMAGES + num_reads[1], NUM_IMAGES]
     other = change_config(config, folder / "other", run={"seed": 1}, training={"max_steps": 1, "precision": "bfloat16"})
     loop.train(other)
     assert len(list((folder / "features").iterdir())) == 2
