@@ -12,11 +12,11 @@ from torch import Tensor
 
 from cli.analyze import format_directory
 from config.convert import ConvertConfig
+from config.model import VISION_PREFIX
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.families.hub import DESCRIPTION_FILES, PROCESSOR_FILES
-from diffusionlm.models.init import VISION_PREFIX
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 from tests.qwen3_vl_oracle import CONFIG, END, IMAGE, START, Example, build_example, build_oracle
