@@ -19,6 +19,7 @@ from tests.image_rows import make_model
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import VISION, image_processor, image_tokenizer
 
+IMAGE = 261
 CONFIG = ModelConfig(
     vocab_size=263,
     hidden_size=16,
@@ -34,7 +35,7 @@ CONFIG = ModelConfig(
     eos_token_id=256,
     pad_token_id=256,
     vision_start_token_id=260,
-    image_token_id=261,
+    image_token_id=IMAGE,
     vision_end_token_id=262,
 )
 """A position of the text has 8 x 8 pixels."""
@@ -44,7 +45,7 @@ NUM_CONVERSATIONS, NUM_FILES, NUM_IMAGES = 24, 6, 4
 
 
 def write_conversations(folder: Path) -> None:
-    """Write conversations on six pictures, every third one without, and a random model, `base`."""
+    """Write conversations and preferences on six pictures, every third one without, and a random model, `base`."""
     save_model_directory(make_model(CONFIG), image_tokenizer(), folder / "base")
     save_processor(image_processor(), folder / "base")
     rng = np.random.default_rng(0)
@@ -55,23 +56,26 @@ def write_conversations(folder: Path) -> None:
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "PNG")
         (folder / f"{number}.png").write_bytes(file.getvalue())
-    lines = []
+    conversations, preferences = [], []
     for index in range(NUM_CONVERSATIONS):
         number = index % NUM_FILES
         question: Any = f"{index}: color?"
         if index % 3:
             question = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": question}]
-        answer = [*COLORS][number % len(COLORS)]
-        lines.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        prompt, answer = [{"role": "user", "content": question}], [*COLORS][number % len(COLORS)]
+        conversations.append({"messages": [*prompt, {"role": "assistant", "content": answer}]})
+        preferences.append({"prompt": prompt, "chosen": answer, "rejected": "gray"})
+    for name, lines in (("chats", conversations), ("preferences", preferences)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
 
 def configure_images(folder: Path, name: str, **sections: dict[str, Any]) -> TrainConfig:
     """The config of a run of six steps on what `write_conversations` wrote, in the directory ``name``."""
+    is_preference = sections.get("objective", {}).get("kind") == "preference"
     source = {
         "kind": "files",
-        "paths": [str(folder / "chats.jsonl")],
-        "chat": {"eos_padding": "none"},
+        "paths": [str(folder / ("preferences.jsonl" if is_preference else "chats.jsonl"))],
+        "chat": {"eos_padding": "none", "format": "preference" if is_preference else "auto"},
         "validation_fraction": 0.2,
     }
     changes: dict[str, dict[str, Any]] = {

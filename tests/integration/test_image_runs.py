@@ -15,11 +15,13 @@ from config.load import ConfigError
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.lora import adapter_modules
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.vision.inputs import ImageInputs
 from diffusionlm.training import loop
 from diffusionlm.vision import processor
 from diffusionlm.vision.image_files import decode_image
 from diffusionlm.vision.processor import ImageProcessor
-from tests.image_run import NUM_IMAGES, configure_images, write_conversations
+from tests.image_run import IMAGE, NUM_IMAGES, configure_images, write_conversations
 from tests.tiny_run import change_config, failing_at, make_first_step, read_losses
 
 FROZEN: dict[str, Any] = {"freeze": ["vision", "merger"]}
@@ -30,6 +32,19 @@ WEIGHTS = "checkpoints/latest/model.safetensors"
 def folder(tmp_path: Path) -> Path:
     write_conversations(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _checked_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every forward, also of validation, has the images of its tokens."""
+    forward = Transformer.forward
+
+    def check(self: Transformer, tokens_BL: torch.Tensor, *, images: ImageInputs | None = None, **options: Any) -> Any:
+        expected_M = tokens_BL.flatten().eq(IMAGE).nonzero()[:, 0]
+        assert torch.equal(expected_M, expected_M[:0] if images is None else images.indices_M)
+        return forward(self, tokens_BL, images=images, **options)
+
+    monkeypatch.setattr(Transformer, "forward", check)
 
 
 def read_weights(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -60,6 +75,27 @@ def test_a_step_is_that_of_plain_autograd(folder: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.any()
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kind": "masked_diffusion", "next_token_weight": 0.5},
+        {"kind": "block_diffusion", "block_length": 4},
+        {"kind": "preference", "num_draws": 2},
+        {"kind": "preference", "num_draws": 2, "loss": "simpo", "block_length": 2},
+    ],
+    ids=lambda objective: "-".join(map(str, objective.values())),
+)
+def test_objectives_with_stored_features(objective: dict[str, Any], folder: Path) -> None:
+    """The losses of the run that stores the features, of one that reads them, and of one without."""
+    images = {"cache_features": str(folder / "features")}
+    losses = []
+    for name, data in (("plain", {}), ("first", {"images": images}), ("second", {"images": images})):
+        config = configure_images(folder, name, objective=objective, training=FROZEN, data=data)
+        loop.train(config)
+        losses.append(read_losses(config))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("freeze", [[], ["vision"]], ids=str)
