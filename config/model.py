@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, TupleOf
 
+VISION_PREFIX = "model.visual."
+"""Start of the names of the parameters of a vision tower."""
 VisionPart = Literal["vision", "merger"]
 """Parts of a vision tower: patch embedding, position table and blocks; or what projects their outputs to the text."""
 BlockOrigin = Literal["text", "turn"]

@@ -17,6 +17,7 @@ from profiling.flops import (
     AttentionKind,
     count_idle_parameters,
     count_parameters,
+    count_vision_parameters,
     feed_forward_width,
     flops_per_token,
 )
@@ -32,6 +33,7 @@ REFERENCE_GPU = "NVIDIA H200"
 class ResourceEstimate:
     """Parameters, tokens, FLOPs, memory and traffic of a run, without recomputation and temporary memory.
 
+    FLOPs and activations are those of the text alone: how many images it has is not known.
     Memory and traffic are those of one rank, in bytes. Activations are in float32 with eager attention and all logits.
     """
 
@@ -41,7 +43,7 @@ class ResourceEstimate:
     embedding_parameters: int
     """Parameters of embedding and head."""
     trained_parameters: int
-    """All, or those of the adapter."""
+    """All without `training.freeze`, or those of the adapter."""
     tokens_per_step: int
     tokens: int | None
     """Tokens of the whole run; None: unknown before the data is read."""
@@ -91,18 +93,20 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     tokens_per_step = training.batch_size * config.row_length
     streams = 2 if _attention_kind(config)[0] == "block_diffusion" else 1
     parameters, tables = count_parameters(model, vocab_size)
+    sizes_of_parts = dict(zip(("vision", "merger"), count_vision_parameters(model), strict=True))
+    trained = parameters - sum(sizes_of_parts[part] for part in training.freeze)
     width = _activation_width(model, config.row_length, config.runtime.activation_checkpointing, tensor)
     estimate = ResourceEstimate(
         parameters=parameters,
         active_parameters=parameters - count_idle_parameters(model),
         embedding_parameters=tables,
-        trained_parameters=parameters,
+        trained_parameters=trained,
         tokens_per_step=tokens_per_step,
         tokens=None if training.max_steps is None else training.max_steps * tokens_per_step,
         flops_per_token=_count_flops_per_token(config),
         bytes_weights=4 * parameters,
-        bytes_gradients=4 * parameters,
-        bytes_optimizer=round(4 * _optimizer_floats(config) * parameters),
+        bytes_gradients=4 * trained,
+        bytes_optimizer=round(4 * _optimizer_floats(config) * trained),
         bytes_activations=round(4 * micro_batch_size * config.row_length * streams * width / context),
     )
     if config.rl is not None or isinstance(config.objective, PreferenceConfig):

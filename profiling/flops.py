@@ -78,7 +78,8 @@ def step_flops(
         num_measuring_forwards: of preferences, without gradients: of the model, and of its reference, which has no
             adapter.
 
-    Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward).
+    Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward). Of
+    images: `tower_flops`.
     """
     D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
@@ -94,6 +95,24 @@ def step_flops(
     if num_measuring_forwards:
         flops += 2.0 * (num_measuring_forwards * (products + attention) + factors)
     return flops
+
+
+def tower_flops(
+    model: Architecture, grids: Sequence[tuple[int, int]], *, is_trained: bool, num_measuring_forwards: int = 0
+) -> float:
+    """Count the FLOPs of the matrix products of the vision tower and its mergers, as `step_flops` does.
+
+    ``grids``: rows and columns of each image, in positions of the text.
+    """
+    vision = model.vision
+    assert vision is not None
+    T, patches_per_position = vision.hidden_size, vision.spatial_merge_size**2
+    joined, mergers = T * patches_per_position, 1 + len(vision.deepstack_visual_indexes)
+    per_patch = 3 * vision.patch_size**2 * T + vision.depth * (4 * T**2 + 2 * T * vision.intermediate_size)
+    per_position = patches_per_position * per_patch + mergers * joined * (joined + model.hidden_size)
+    sizes = [rows * columns for rows, columns in grids]
+    attention = 2 * vision.depth * T * sum((patches_per_position * size) ** 2 for size in sizes)
+    return 2.0 * (sum(sizes) * per_position + attention) * (1 + 2 * is_trained + num_measuring_forwards)
 
 
 def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:

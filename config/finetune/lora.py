@@ -21,6 +21,7 @@ from config.base import (
     TupleOf,
     check_distinct,
 )
+from config.model import VISION_PREFIX
 from files.regular_expression import check_pattern, matches_pattern
 from files.usage_error import prefix_errors
 
@@ -28,8 +29,6 @@ ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 ROUTER_SUFFIX = ".mlp.gate"
 """End of a router's name, which "all-linear" leaves out."""
-TOWER_PREFIX = "model.visual."
-"""Start of the names of a vision tower."""
 MATCH_SECONDS = 0.05
 """CPU time of the process to match a pattern, which may come from anybody's adapter_config.json, with one name: usually
 microseconds."""
@@ -142,7 +141,7 @@ class LoraConfig(Section):
             name: of the projection in the model.
             module_name: its name in the checkpoints of the model's family, which targets and patterns mean.
         """
-        if name.startswith(TOWER_PREFIX):
+        if name.startswith(VISION_PREFIX):
             return False
         if self.targets == ALL_LINEAR and (name == HEAD or name.endswith(ROUTER_SUFFIX)):
             return False

@@ -7,14 +7,12 @@ import hashlib
 import torch
 from torch import Tensor
 
-from config.model import ModelConfig
+from config.model import VISION_PREFIX, ModelConfig
 from diffusionlm.models.transformer import Transformer
 
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Norms of ``sandwich_norms`` whose output is added to the residual stream."""
-
-VISION_PREFIX = "model.visual."
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from config.finetune.lora import TOWER_PREFIX
+from config.model import VISION_PREFIX
 from config.train import TrainConfig
 from ddp.process_group import World
 from diffusionlm.checkpoints.base_fingerprint import TensorDigest
@@ -37,6 +37,6 @@ def hash_tower(builder: ModelBuilder) -> str:
     assert vision is not None, "the config refuses to store features without a tower"
     digest = hashlib.sha256(vision.model_dump_json().encode())
     for name, _ in builder.build_on_meta().named_parameters():
-        if name.startswith(TOWER_PREFIX):
+        if name.startswith(VISION_PREFIX):
             digest.update(f"{name} {TensorDigest.from_tensor(value(name)).exact}".encode())
     return digest.hexdigest()

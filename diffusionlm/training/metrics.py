@@ -27,7 +27,7 @@ from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from profiling.flops import step_flops
+from profiling.flops import step_flops, tower_flops
 
 LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
 
@@ -174,11 +174,12 @@ def compute_batch_flops(
     active_factors: int | None = None,
     *,
     num_measuring_forwards: int = 0,
+    trains_tower: bool = False,
 ) -> float:
     """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
     They are counted on the host, from the batch that was copied to the device.
 
-    ``active_factors``, ``num_measuring_forwards``: see `step_flops`.
+    ``active_factors``, ``num_measuring_forwards``: see `step_flops`. ``trains_tower``: the vision tower has a backward.
     """
     noised_batch = noised_batch.on_host or noised_batch
     layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
@@ -187,7 +188,8 @@ def compute_batch_flops(
     pairs = [int(counts[window].sum()) for window in windows[:-1]]
     last_counts = counts[windows[-1]]
     pairs.append(int(last_counts.flatten()[noised_batch.positions_N.to(last_counts.device)].sum()))
-    return step_flops(
+    grids = () if noised_batch.images is None else noised_batch.images.grids[noised_batch.images.num_stored :]
+    flops = step_flops(
         model,
         model.vocab_size,
         positions=noised_batch.inputs_BS.numel(),
@@ -196,6 +198,9 @@ def compute_batch_flops(
         active_factors=active_factors,
         num_measuring_forwards=num_measuring_forwards,
     )
+    if grids:
+        flops += tower_flops(model, grids, is_trained=trains_tower, num_measuring_forwards=num_measuring_forwards)
+    return flops
 
 
 def count_visible_keys(noised_batch: NoisedBatch, window: int | None) -> Tensor:

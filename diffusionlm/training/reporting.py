@@ -199,7 +199,11 @@ def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float
         return None
     factors = None if lora is None else measure_adapter(lora, model).factors_in_flops
     measuring = 0 if run.state.model_loss is None else run.state.model_loss.num_measuring_forwards
-    flops = (compute_batch_flops(model, batch, factors, num_measuring_forwards=measuring) for batch in noised_batches)
+    trains_tower = lora is None and "vision" not in run.config.training.freeze
+    flops = (
+        compute_batch_flops(model, batch, factors, num_measuring_forwards=measuring, trains_tower=trains_tower)
+        for batch in noised_batches
+    )
     return sum(flops) / (run.world.mesh.num_data_copies * peak)
 
 

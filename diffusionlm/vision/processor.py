@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
@@ -47,6 +47,8 @@ SUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 """Values of transformers' other options, which may be missing. 3 is bicubic."""
 MAX_ASPECT_RATIO = 200
+MAX_CHECKED_IMAGES = 1 << 20
+"""Images whose grids a processor remembers."""
 MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216
 """Limits of Qwen3-VL's checkpoints."""
 
@@ -90,9 +92,11 @@ class ProcessorConfig(Section):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Checks images and computes their patches. It has no state: threads may share it, processes may copy it."""
+    """Checks images and computes their patches. Threads may share it, processes may copy it."""
 
     config: ProcessorConfig
+    _grids: dict[bytes, Grid] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Grids of images that were checked, by digest: they are not decoded for it again, as in the next epoch."""
 
     @classmethod
     def for_model(cls, vision: VisionConfig, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS) -> Self:
@@ -113,7 +117,7 @@ class ImageProcessor:
         return cls(config)
 
     def read_image(self, content: RawImage, location: str = "") -> EncodedImage:
-        """Check an image by decoding it. A decoded image is kept as a PNG file, a path as a path.
+        """Check an image by decoding it the first time. A decoded image is kept as a PNG file, a path as a path.
 
         Args:
             location: place of the record or request; begins errors, here and in `compute_patches`.
@@ -126,12 +130,16 @@ class ImageProcessor:
         with prefix_errors(location):
             if isinstance(content, bytes | Path):
                 file = _read_file(content)
-                rgb = decode_image(file)
             else:
-                rgb = convert_image(content)
-                content = file = encode_image(rgb)
-            grid = self.compute_grid(rgb.height, rgb.width)
-        return EncodedImage(content, grid, self._compute_digest(file), location)
+                content = file = encode_image(convert_image(content))
+            digest = self._compute_digest(file)
+            grid = self._grids.get(digest)
+            if grid is None:
+                rgb = decode_image(file)
+                grid = self.compute_grid(rgb.height, rgb.width)
+                if len(self._grids) < MAX_CHECKED_IMAGES:
+                    self._grids[digest] = grid
+        return EncodedImage(content, grid, digest, location)
 
     def compute_patches(self, image: EncodedImage) -> NDArray[np.float32]:
         """Resize an image by bicubic interpolation, normalize it and divide it into patches.

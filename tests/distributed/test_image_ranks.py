@@ -23,10 +23,13 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers, requires_whole_matrix
+from diffusionlm.training import loop
 from diffusionlm.training.block_wrapping import checkpoint_activations
 from diffusionlm.training.setup import parameter_units
 from tests.distributed.forked import run_ranks
+from tests.distributed.test_training_ranks import check_equal, train_on
 from tests.image_rows import SMALL, build_example, make_model
+from tests.image_run import configure_images, write_conversations
 
 CPU = torch.device("cpu")
 DENOMINATOR = 20.0
@@ -120,6 +123,23 @@ def test_steps_match_a_single_process(
             torch.testing.assert_close(value, trained[name], rtol=1e-3, atol=1e-4, msg=partial("{} {}".format, name))
 
     run_ranks(act, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [[], ["vision", "merger"]], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_runs_of_two_ranks_are_those_of_one(strategy: str, freeze: list[str], tmp_path: Path) -> None:
+    """With validation, averages and checkpoints; a frozen tower's features are stored by both ranks."""
+    write_conversations(tmp_path)
+    sections: dict[str, Any] = {"training": {"freeze": freeze, "ema_decay": 0.5}, "validation": {"every_steps": 3}}
+    one = configure_images(tmp_path, "one", **sections)
+    loop.train(one)
+    if freeze:
+        sections["data"] = {"images": {"cache_features": str(tmp_path / "features")}}
+    two = configure_images(tmp_path, "two", **sections, parallel={"strategy": strategy})
+    assert train_on(two, tmp_path) == [6, 6]
+    check_equal(two, one, 1e-4)
+    assert len([path for path in (tmp_path / "features").rglob("*") if path.is_file()]) == (4 if freeze else 0)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -13,13 +13,13 @@ from torch import Tensor
 from cli.analyze import format_directory
 from config.convert import ConvertConfig
 from config.finetune.lora import LoraConfig
+from config.model import VISION_PREFIX
 from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.families.hub import DESCRIPTION_FILES, PROCESSOR_FILES
-from diffusionlm.models.init import VISION_PREFIX
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from config.finetune.lora import LoraConfig
-from config.model import Architecture
+from config.model import VISION_PREFIX, Architecture
 from config.train import TrainConfig
 from diffusionlm.checkpoints.adapter_files import stored_module_names
-from diffusionlm.models.init import VISION_PREFIX
 from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 from profiling.adapter_size import measure_adapter
@@ -56,6 +55,21 @@ def test_parameters_of_a_vision_tower() -> None:
         add_adapter(adapted, lora, names=stored_module_names(adapted))
         trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
         assert measure_adapter(lora, CONFIG).parameters == trained
+
+
+def test_frozen_parts_of_a_tower_have_no_state() -> None:
+    model = {name: getattr(CONFIG, name) for name in Architecture.model_fields}
+    training: dict[str, Any] = {"max_steps": 10, "batch_size": 8, "micro_batch_size": 2}
+    whole, *frozen = (
+        estimate(model=model, training=training | {"freeze": parts})
+        for parts in ([], ["vision"], ["merger"], ["vision", "merger"])
+    )
+    tower, mergers = count_vision_parameters(CONFIG)
+    for part, num_frozen in zip(frozen, (tower, mergers, tower + mergers), strict=True):
+        assert part.trained_parameters == whole.parameters - num_frozen
+        assert part.bytes_weights == whole.bytes_weights
+        assert part.bytes_gradients == whole.bytes_gradients - 4 * num_frozen
+        assert part.bytes_optimizer == whole.bytes_optimizer - 8 * num_frozen
 
 
 # A block: q 4 x 4, k and v 2 x 4 each, o 4 x 4, three of 6 x 4, two norms of 4 and two of 2.

@@ -32,8 +32,10 @@ from profiling.flops import (
     count_visible_pairs,
     peak_flops,
     step_flops,
+    tower_flops,
 )
 from tests.conftest import MakeConfig, MakeModel
+from tests.image_rows import SMALL, build_example, make_model
 
 PATTERNS: dict[AttentionKind, Callable[[int], AttentionPattern]] = {
     "bidirectional": lambda block: Bidirectional(),
@@ -97,6 +99,28 @@ def test_a_step_has_the_flops_that_torch_counts(
     assert counted(model, pattern, rows) == expected + norm_gain_flops(model.config, 20, 6)
 
 
+@pytest.mark.slow  # torch's counter loads the compiler
+def test_a_tower_has_the_flops_that_torch_counts() -> None:
+    """Of the forward. In a step only images whose features are not stored count."""
+    model, example = make_model(), build_example()
+    images, visual = example.images, model.model.visual
+    assert images is not None and images.patches_PC is not None and visual is not None
+    with FlopCounterMode(display=False) as counter:  # without gradients the products of a CPU are not counted
+        features_EFD = visual(images.patches_PC, images.grids)
+    forward = tower_flops(SMALL, images.grids, is_trained=False)
+    assert forward == counter.get_total_flops()
+    assert tower_flops(SMALL, images.grids, is_trained=True, num_measuring_forwards=2) == 5 * forward
+    objective = build_objective(BlockDiffusionObjective(block_length=4), SMALL)
+    draw, text_draw = (
+        objective.build_noised_batch(batch, NoiseKey(0, 0, 0, 8)) for batch in (example, replace(example, images=None))
+    )
+    text = compute_batch_flops(SMALL, text_draw)
+    assert compute_batch_flops(SMALL, draw) == text + forward
+    assert compute_batch_flops(SMALL, draw, trains_tower=True) == text + 3 * forward
+    stored = replace(images, patches_PC=None, features_EFD=features_EFD)
+    assert compute_batch_flops(SMALL, replace(draw, images=stored)) == text
+
+
 def test_a_draw_is_counted_by_its_documents_and_rows(make_config: MakeConfig) -> None:
     """Two documents of 4 and 6 tokens, blocks of 4: the pairs of a row, and in the last layer those of scored rows."""
     config = make_config(num_hidden_layers=3)
@@ -128,7 +152,7 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig, monkeypatch:
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(device=torch.device("cpu")),
         state=state,
-        config=SimpleNamespace(lora=None),
+        config=SimpleNamespace(lora=None, training=SimpleNamespace(freeze=())),
         world=SINGLE_PROCESS,
     )
     assert count_peak_seconds(run, [draw]) is None

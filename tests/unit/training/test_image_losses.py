@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from torch import Tensor
 from config.model import VisionPart
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig
 from config.training.optimizer import AdamWConfig, MuonConfig
-from diffusionlm.diffusion.layout import target_positions
+from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
+from diffusionlm.evaluation.nelbo import NelboEstimator
 from diffusionlm.kernels.loss_types import LossOutput
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
+from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
 from diffusionlm.vision.batches import build_image_inputs
 from diffusionlm.vision.features import FeatureStore
 from diffusionlm.vision.images import PlacedImage
@@ -131,6 +134,33 @@ def test_a_trained_tower_has_gradients_without_images() -> None:
         parameter.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(run_forward(model, objective, text_row).nll_N, output.nll_N)
+
+
+def test_validation_reads_the_images() -> None:
+    """Only the rows that have the changed image get another bound, in whatever batches."""
+    model, batch = make_model(), build_example()
+    assert batch.images is not None
+    swapped = replace(batch, images=swap_image(batch.images, 1, 9))
+    layout = InputLayout.from_config(SMALL, 3)
+    bounds = []
+    for own, batch_size in ((batch, 4), (batch, 1), (swapped, 3)):
+        estimator = NelboEstimator(layout, own, 2, 0, batch_size)
+        report = estimator.build_report([estimator.run_forward(model, i) for i in range(estimator.num_forwards)])
+        bounds.append(torch.tensor(report.row_nats))
+    torch.testing.assert_close(bounds[0], bounds[1], rtol=1e-5, atol=0.0)
+    is_changed = ((bounds[2] - bounds[0]).abs() > 1e-4 * bounds[0]).tolist()
+    assert is_changed == [True, False, True, False]
+
+
+def test_records_of_skipped_steps_have_the_images(tmp_path: Path) -> None:
+    noised = build("block").build_noised_batch(build_example(), KEY)
+    records = SkippedBatches(tmp_path, str, seed=0)
+    records.hold(1, [noised], None)
+    metrics: Any = SimpleNamespace(step=1, is_finite=True, loss=1.0, grad_norm=1.0)
+    records.record(metrics)
+    _, (loaded,) = load_skipped_step(tmp_path / "step-00000001-rank-0.json")
+    assert noised.images is not None and loaded.images is not None and loaded.images.grids == noised.images.grids
+    torch.testing.assert_close(loaded.images.patches_PC, noised.images.patches_PC, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 import diffusionlm
+import diffusionlm.vision.processor as processor_module
 from config.model import VisionConfig
+from diffusionlm.vision.image_files import decode_image
 from diffusionlm.vision.processor import (
     MAX_PIXELS,
     MIN_PIXELS,
@@ -160,6 +162,29 @@ def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
         processor.read_image(path)
     with pytest.raises(ValueError, match="it is no regular file"):
         processor.read_image(tmp_path)
+
+
+def test_an_image_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under another name, and by a copy of the processor; another file under the name is checked again."""
+    decoded: list[bytes] = []
+
+    def count(file: bytes) -> Any:
+        decoded.append(file)
+        return decode_image(file)
+
+    monkeypatch.setattr(processor_module, "decode_image", count)
+    processor, path = ImageProcessor.for_model(VISION), tmp_path / "a.png"
+    path.write_bytes(encode(draw_image(400, 500)))
+    first = processor.read_image(path)
+    assert first == processor.read_image(path) and first.grid == processor.read_image(path.read_bytes()).grid
+    assert pickle.loads(pickle.dumps(processor)).read_image(path) == first
+    assert len(decoded) == 1
+    path.write_bytes(encode(draw_image(500, 400)))
+    assert processor.read_image(path).grid != first.grid and len(decoded) == 2
+    path.write_bytes(b"no image")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a\.png"):
+            processor.read_image(path)
 
 
 def test_processors_are_shared_and_copied() -> None:
