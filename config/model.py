@@ -251,10 +251,10 @@ class Architecture(Section):
     def _check_vision(self, vision: VisionConfig) -> None:
         _, num_rows, num_columns = vision.mrope_section
         num_pairs = self.head_dim // 2
-        if sum(vision.mrope_section) != num_pairs or 3 * max(num_rows, num_columns) > num_pairs + 2:
+        if sum(vision.mrope_section) != num_pairs or 3 * num_rows > num_pairs + 1 or 3 * num_columns > num_pairs:
             raise ValueError(
                 f"vision.mrope_section = {list(vision.mrope_section)} must sum to head_dim / 2 = {num_pairs}, with at "
-                "most a third of it, rounded up, for rows and for columns"
+                "most a third of it for rows and for columns"
             )
         if len(vision.deepstack_visual_indexes) >= self.num_hidden_layers:
             raise ValueError(

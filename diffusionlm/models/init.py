@@ -10,7 +10,8 @@ from torch import Tensor
 from config.model import VISION_PREFIX, ModelConfig
 from diffusionlm.models.transformer import Transformer
 
-OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
+OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")
+"""The last two are those of a vision tower."""
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Norms of ``sandwich_norms`` whose output is added to the residual stream."""
 
@@ -24,11 +25,15 @@ def init_weights(model: Transformer, seed: int) -> None:
     | embed_tokens (and lm_head where tied)       | normal, std ``initializer_range``  |
     | q_proj, k_proj, v_proj, gate_proj, up_proj  | normal, std 1 / sqrt(fan in)       |
     | router (gate) of a mixture of experts       | normal, std 1 / sqrt(fan in)       |
-    | o_proj, down_proj                           | zero: each block is the identity   |
+    | o_proj, down_proj; proj, fc2 of a tower     | zero: each block is the identity   |
     | lm_head, untied                             | normal, std ``initializer_range``  |
     | norm gains                                  | one                                |
     | biases                                      | zero                               |
-    | vision tower                                | normal, std ``initializer_range``; gains one, biases zero |
+    | other matrices of a vision tower            | normal, std 1 / sqrt(fan in)       |
+    | pos_embed of a vision tower                 | normal, std 0.5                    |
+
+    Patches have about unit size when they are embedded, and a position table much smaller than that would be learned
+    late.
 
     With ``sandwich_norms`` the gains of the norms before a residual are zero, and o_proj and down_proj are initialized
     like the other projections. Blocks are the identity all the same; with zero projections the norm would scale the
@@ -43,8 +48,10 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 def initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
     """Standard deviation of the initial values of a matrix that is not zero."""
-    table = name.endswith(("embed_tokens.weight", "lm_head.weight")) or name.startswith(VISION_PREFIX)
-    return config.initializer_range if table else float(shape[1] ** -0.5)
+    if name.endswith("pos_embed.weight"):
+        return 0.5
+    table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    return config.initializer_range if table else float(shape[1:].numel() ** -0.5)
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:

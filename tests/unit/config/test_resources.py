@@ -66,6 +66,31 @@ QWEN3: dict[str, Any] = {
     "block_length": 4,
     "logit_alignment": "same_position",
 }
+QWEN3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        key: value for key, value in QWEN3.items() if key not in ("mask_token_id", "block_length", "logit_alignment")
+    }
+    | {
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 1024,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "image_token_id": 151_655,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+    "mask_token_id": 151_669,
+    "block_length": 4,
+    "logit_alignment": "same_position",
+}
 
 
 def test_every_command_has_a_resource() -> None:
@@ -80,6 +105,9 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (directory, *(tmp_path / name for name in (*names, "runs/rl-shidoku-start"))):
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
+    vision_model = tmp_path / "models" / "qwen3-vl-mask"
+    vision_model.mkdir()
+    (vision_model / "config.json").write_text(json.dumps(QWEN3_VL), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return directory
 
