@@ -127,16 +127,26 @@ def test_steps_match_a_single_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze", [[], ["vision", "merger"]], ids=str)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_runs_of_two_ranks_are_those_of_one(strategy: str, freeze: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "optimizer"),
+    [({"strategy": "ddp"}, "muon"), ({"strategy": "fsdp"}, "adamw"), ({"strategy": "ddp", "tensor": 2}, "muon")],
+    ids=str,
+)
+def test_runs_of_two_ranks_are_those_of_one(
+    parallel: dict[str, Any], optimizer: str, freeze: list[str], tmp_path: Path
+) -> None:
     """With validation, averages and checkpoints; a frozen tower's features are stored by both ranks."""
     write_conversations(tmp_path)
-    sections: dict[str, Any] = {"training": {"freeze": freeze, "ema_decay": 0.5}, "validation": {"every_steps": 3}}
+    sections: dict[str, Any] = {
+        "training": {"freeze": freeze, "ema_decay": 0.5},
+        "validation": {"every_steps": 3},
+        "optimizer": {"kind": optimizer, **({"precision": "float32"} if optimizer == "muon" else {"eps": 1e-5})},
+    }
     one = configure_images(tmp_path, "one", **sections)
     loop.train(one)
     if freeze:
         sections["data"] = {"images": {"cache_features": str(tmp_path / "features")}}
-    two = configure_images(tmp_path, "two", **sections, parallel={"strategy": strategy})
+    two = configure_images(tmp_path, "two", **sections, parallel=parallel)
     assert train_on(two, tmp_path) == [6, 6]
     check_equal(two, one, 1e-4)
     assert len([path for path in (tmp_path / "features").rglob("*") if path.is_file()]) == (4 if freeze else 0)

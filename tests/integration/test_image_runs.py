@@ -169,6 +169,19 @@ def test_stored_features(workers: int, folder: Path, monkeypatch: pytest.MonkeyP
     assert len(list((folder / "features").iterdir())) == 2
 
 
+def test_features_are_of_the_weights_of_the_tower(folder: Path) -> None:
+    images = {"cache_features": str(folder / "features")}
+    for name, num_stores in (("model.language_model.norm.weight", 1), ("model.visual.pos_embed.weight", 2)):
+        loop.train(configure_images(folder, name, training=FROZEN | {"max_steps": 1}, data={"images": images}))
+        weights = read_base(folder)
+        save_file(weights | {name: weights[name] + 1.0}, folder / "base" / "model.safetensors")
+        (folder / "base" / "manifest.json").unlink(missing_ok=True)
+        loop.train(
+            configure_images(folder, f"{name}, changed", training=FROZEN | {"max_steps": 1}, data={"images": images})
+        )
+        assert len(list((folder / "features").iterdir())) == num_stores
+
+
 def test_features_of_a_trained_tower_are_not_stored(folder: Path) -> None:
     images = {"cache_features": str(folder / "features")}
     for changes in ({}, {"training": {"freeze": ["vision"]}}, {"lora": {"modules_to_save": ["merger"]}}):
