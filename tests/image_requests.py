@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +20,9 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.vision.inputs import ImageInputs
 from diffusionlm.vision.batches import build_image_inputs
-from diffusionlm.vision.images import EncodedImage, PlacedImage
+from diffusionlm.vision.images import EncodedImage, PlacedImage, compute_mrope_positions
 from diffusionlm.vision.processor import ImageProcessor
 from tests.qwen3_vl_oracle import CONFIG, END, IMAGE, START, VISION
 
@@ -66,6 +68,17 @@ def compute_logits(
     """Logits [L, V] of a forward of the whole text."""
     inputs = build_image_inputs([images], len(token_ids), PROCESSOR.compute_patches)
     return model(torch.tensor([[*token_ids]]), pattern=pattern, images=inputs)[0]
+
+
+@torch.inference_mode()
+def compute_masked_logits(
+    model: Transformer, length: int, images: Sequence[PlacedImage], pattern: AttentionPattern
+) -> Tensor:
+    """Logits [L, V] of masks alone, at the position ids of a text with images."""
+    inputs = ImageInputs.none(torch.arange(length))
+    positions_3BL = torch.from_numpy(compute_mrope_positions(length, images))[:, None]
+    inputs = replace(inputs, positions_3BS=positions_3BL, features_EFD=torch.zeros(1, 0, CONFIG.hidden_size))
+    return model(torch.full((1, length), MASK), pattern=pattern, images=inputs)[0]
 
 
 def make_image_jobs(

@@ -110,6 +110,7 @@ class FeatureReader:
         self._features: WeakValueDictionary[bytes, Tensor] = WeakValueDictionary()
         """Digest of an image -> features that a request holds."""
 
+    @torch.no_grad()
     def __call__(self, image: EncodedImage, processor: ImageProcessor) -> Tensor:
         """Features of an image, [E, F, D].
 

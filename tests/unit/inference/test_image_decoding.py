@@ -25,7 +25,6 @@ from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
-from diffusionlm.models.vision.inputs import ImageInputs
 from diffusionlm.vision.images import EncodedImage, PlacedImage, compute_mrope_positions
 from tests.decoding_jobs import LIMITS, add_requests, assert_same, drain, limit_decoder, run_all, settings_of
 from tests.image_requests import (
@@ -33,6 +32,7 @@ from tests.image_requests import (
     MASK,
     PROCESSOR,
     compute_logits,
+    compute_masked_logits,
     make_image_jobs,
     make_vision_model,
     paint,
@@ -196,14 +196,7 @@ def test_guidance_masks_images_at_the_same_position_ids(name: str, request: pyte
     token_ids, placed = place(network, 5, 6, paint(2, 3), MASK, 7, MASK)
     pattern = Bidirectional() if name == "model" else BlockCausal(4)
     given_LV = compute_logits(network, token_ids, placed.images, pattern)
-    length = len(token_ids)
-    inputs = ImageInputs(
-        torch.from_numpy(compute_mrope_positions(length, placed.images))[:, None],
-        torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), (),
-        features_EFD=given_LV.new_zeros(1, 0, CONFIG.hidden_size),
-    )  # fmt: skip
-    with torch.inference_mode():
-        masked_LV = network(torch.full((1, length), MASK), pattern=pattern, images=inputs)[0]
+    masked_LV = compute_masked_logits(network, len(token_ids), placed.images, pattern)
     guided_LV = masked_LV + 1.5 * (given_LV - masked_LV)
     guided_LV[:, [MASK, IMAGE]] = -torch.inf
     positions = np.flatnonzero(np.array(token_ids) == MASK).tolist()
