@@ -66,12 +66,11 @@ class FullySharded:
                 'parallel.strategy = "ddp" and parallel.shard_optimizer = false'
             )
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-        self.world = world
+        self.world, self.device = world, device
         self.model: Any = model
         cast(Any, model).has_collective_forwards = cast(Any, model).has_collective_tower = True
-        self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
         names = {name for _, names in units for name in names}
         self.whole_shapes = {name: value.shape for name, value in model.named_parameters() if name in names}
@@ -94,6 +93,7 @@ class FullySharded:
             for module, _ in units[1:-1]
         ]
         fully_shard(model, mesh=mesh, mp_policy=wide, reshard_after_forward=False, ignored_params=ignored)
+        register_fsdp_forward_method(model, "compute_features")  # of a model with a vision tower
         for module in (self.model, *self.blocks):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

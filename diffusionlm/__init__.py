@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
     from diffusionlm.inference.generate import Generation, generate, infill, stream
     from diffusionlm.inference.healing import HealedText, TokenHealer
+    from diffusionlm.inference.images import expand_images
     from diffusionlm.inference.requests import RequestOptions
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
@@ -49,6 +50,7 @@ _MODULE_OF_NAME = {
     "infill": "diffusionlm.inference.generate",
     "HealedText": "diffusionlm.inference.healing",
     "TokenHealer": "diffusionlm.inference.healing",
+    "expand_images": "diffusionlm.inference.images",
     "SamplerReport": "diffusionlm.evaluation.sampler_likelihood",
     "sampler_likelihood": "diffusionlm.evaluation.sampler_likelihood",
     "stream": "diffusionlm.inference.generate",
@@ -84,6 +86,7 @@ __all__ = [
     "Transformer",
     "conditional_likelihood",
     "encode_chat",
+    "expand_images",
     "generate",
     "infill",
     "init_weights",

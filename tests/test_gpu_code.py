@@ -45,6 +45,7 @@ ALLOWED = {
     # decoding
     "diffusionlm/inference/constraints/sampler.py:_log_softmax": "constraints and choices are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
+    "diffusionlm/inference/images.py:restrict": "features for other processes: in the forwards that read an image",
     "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a step",
     "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
 }

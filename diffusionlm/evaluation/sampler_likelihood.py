@@ -149,7 +149,7 @@ def greedy_matches(
     block_length = builder.layout.block_length
     texts, active = [], []
     for index, item in enumerate(requests):
-        answer = builder.build(item.context, item.options[0], f"continuation {index}")
+        answer = builder.build(item.context, item.options[0], f"continuation {index}", item.context_options)
         generation = GenerationConfig(
             attention="bidirectional" if block_length is None else "block_causal",
             block_length=block_length or answer.num_tokens,
@@ -158,7 +158,8 @@ def greedy_matches(
             cfg_scale=config.cfg_scale,
         )
         texts.append(answer.tokens_T)
-        known = prepare_known_text(resolve_settings(generation, model.config), answer.tokens_T, answer.positions)
+        settings = resolve_settings(generation, model.config)
+        known = prepare_known_text(settings, answer.tokens_T, answer.positions, item.context_options)
         active.append(ActiveRequest(replace(known, known_tokens_L=None)))
     indices = {id(request): index for index, request in enumerate(active)}
     decoder = Decoder.for_requests(model, active, max(1, config.batch_tokens // max(map(len, texts), default=1)))

@@ -6,7 +6,8 @@ buckets, inputs are copied to fixed places, and the region that is recorded read
 read and write a page of their own, or the first key of their text, and nothing reads their outputs.
 
 Steps have a graph if all texts have a cache, and read one or two blocks of block-causal attention each, or parts of
-similar length with bidirectional attention. Others, such as those that read a prompt, are computed without one.
+similar length with bidirectional attention. Others, such as those that read a prompt or an image, are computed without
+one.
 
 A decoder that is done leaves its graphs with the model, for the next one: `keep_graphs`, `take_graphs`. The graphs of a
 decoder share memory and the stream on which they are recorded, with no other decoder's: torch keeps the workspaces of
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.training.runtime import AttentionBackend
+from diffusionlm.inference.images import TextImages
 from diffusionlm.models.attention import PreparedAttention, PreparedBatch
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import AttentionScale, without_cudnn_attention
@@ -82,6 +84,19 @@ class InputText:
     tokens_L: NDArray[np.int64]
     sequence: SequenceSlice
     adapter: ModelAdapter | None = None
+    images: TextImages | None = None
+    """None: the text has no images, and its position ids are indices."""
+
+    @property
+    def reads_text_alone(self) -> bool:
+        """Whether no input belongs to an image: then all position ids differ from the indices by `position_offset`."""
+        return self.images is None or self.images.has_text_alone(self.sequence.start, self.sequence.end)
+
+    @property
+    def position_offset(self) -> int:
+        """Position id of the first input, less its index: images before it take fewer positions than tokens."""
+        start = self.sequence.start
+        return 0 if self.images is None else int(self.images.positions_3L[0, start]) - start
 
     @property
     def input_tokens(self) -> NDArray[np.int64]:
@@ -113,11 +128,11 @@ class StaticBatch(PreparedBatch):
         G, Q = shape.num_parts, shape.num_queries
         self._num_pages = -(-shape.num_keys // cache.page_size)
         self.num_inputs = G * Q
-        sizes = [4 * G * Q, G, G * self._num_pages]
+        sizes = [5 * G * Q, G, G * self._num_pages]
         self._inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=cache.keys_KTH[0].device)
         """All that `load` replaces, in one tensor; the others are views of it."""
         inputs, visible, tables = torch.split(self._inputs, sizes)
-        tokens_GQ, self._positions_GQ, slots_GQ, self._limits_GQ = inputs.view(4, G, Q).unbind()
+        tokens_GQ, self._positions_GQ, self._position_ids_GQ, slots_GQ, self._limits_GQ = inputs.view(5, G, Q).unbind()
         self.tokens_1Q, self._slots_Q = tokens_GQ.view(1, -1), slots_GQ.view(-1)
         self._num_visible_G1, self._tables_GP = visible.view(G, 1), tables.view(G, -1)
 
@@ -131,24 +146,25 @@ class StaticBatch(PreparedBatch):
         sequences = [text.sequence for text in texts]
         num_parts = [-(-sequence.num_inputs // Q) for sequence in sequences]
         firsts = np.cumsum([0, *num_parts[:-1]])
-        starts_G, ends_G, num_visible_G = np.zeros(G, np.int64), np.zeros(G, np.int64), np.ones(G, np.int64)
-        tables_GP = np.full((G, self._num_pages), self._scratch_page)
-        for sequence, first, count in zip(sequences, firsts.tolist(), num_parts, strict=True):
-            parts = slice(first, first + count)
-            starts_G[parts] = np.arange(sequence.start, sequence.end, Q)
+        starts_G, ends_G, offsets_G = np.zeros((3, G), np.int64)
+        num_visible_G, tables_GP = np.ones(G, np.int64), np.full((G, self._num_pages), self._scratch_page)
+        for text, first, count in zip(texts, firsts.tolist(), num_parts, strict=True):
+            sequence, parts = text.sequence, slice(first, first + count)
+            starts_G[parts], offsets_G[parts] = np.arange(sequence.start, sequence.end, Q), text.position_offset
             ends_G[parts], num_visible_G[parts] = sequence.end, sequence.num_visible
             tables_GP[parts] = pad_pages(sequence, size, self._num_pages)
-        tokens_GQ, positions_GQ, slots_GQ, limits_GQ = inputs_4GQ = np.zeros((4, G, Q), np.int64)
+        tokens_GQ, positions_GQ, position_ids_GQ, slots_GQ, limits_GQ = inputs_5GQ = np.zeros((5, G, Q), np.int64)
         all_positions_GQ = starts_G[:, None] + np.arange(Q)
         is_input_GQ = all_positions_GQ < ends_G[:, None]
         positions_GQ[is_input_GQ] = all_positions_GQ[is_input_GQ]
+        position_ids_GQ[:] = positions_GQ + offsets_G[:, None]
         tokens_GQ[is_input_GQ] = np.concatenate([text.input_tokens for text in texts])
         slots_GQ[:] = np.take_along_axis(tables_GP, positions_GQ // size, axis=1) * size + positions_GQ % size
         slots_GQ[~is_input_GQ] = self._scratch_page * size
         limits_GQ[:] = 1
         limits_GQ[is_input_GQ] = find_input_limits(sequences)
         places = [first * Q + part.output_offsets for first, part in zip(firsts.tolist(), sequences, strict=True)]
-        values = torch.from_numpy(np.concatenate([inputs_4GQ.ravel(), num_visible_G, tables_GP.ravel()]))
+        values = torch.from_numpy(np.concatenate([inputs_5GQ.ravel(), num_visible_G, tables_GP.ravel()]))
         if self._inputs.is_cuda:
             values = values.pin_memory()  # a copy of pageable memory may wait for the device
         self._inputs.copy_(values, non_blocking=True)
@@ -157,7 +173,7 @@ class StaticBatch(PreparedBatch):
     def prepare_attention(
         self, windows: Sequence[int | None], backend: AttentionBackend, scale_options: AttentionScale
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
-        """The attention of each layer, and the position of each input, [1, G * Q]."""
+        """The attention of each layer, and the position id of each input, [1, G * Q]."""
         assert backend in ("auto", "eager", "sdpa"), "checked before"
         cache, num_keys = self._cache, self._shape.num_keys
         slots_GS = find_key_slots(self._tables_GP, self._num_visible_G1, cache.page_size, num_keys)
@@ -169,7 +185,7 @@ class StaticBatch(PreparedBatch):
             for window in dict.fromkeys(windows)
         }  # fmt: skip
         attentions = [_StaticAttention(layer, self._slots_Q, attention_of_window[w]) for layer, w in enumerate(windows)]
-        return attentions, self._positions_GQ.view(1, -1)
+        return attentions, self._position_ids_GQ.view(1, -1)
 
 
 class _StaticAttention(PreparedAttention):
@@ -217,7 +233,9 @@ class GraphedForward:
 
     def __call__(self, texts: Sequence[InputText]) -> Tensor | None:
         """Logits of the outputs of all texts, [N, V]; None: the forward has no graph."""
-        if self.num_failures == MAX_FAILURES or any(text.adapter is not None for text in texts):
+        if self.num_failures == MAX_FAILURES:
+            return None
+        if any(text.adapter is not None or not text.reads_text_alone for text in texts):
             return None
         shape = find_shape([text.sequence for text in texts])
         if shape is None:

@@ -149,9 +149,9 @@ class Decoder:
         Raises:
             Exception: the model cannot be computed, whatever the request.
         """
-        scheduled = self.scheduler.schedule()
+        selected, start = self.scheduler.schedule(), time.perf_counter()
+        scheduled = [item for item in selected if self._read_images(item)]
         if scheduled:
-            start = time.perf_counter()
             results = self._predict(scheduled)
             # Other ranks would not take part in a forward of two tokens.
             is_alone = not self._model.has_collective_forwards
@@ -162,6 +162,15 @@ class Decoder:
         # The next step of the requests that go on is prepared when their callers have seen this one.
         decoded = tuple(item.request for item in scheduled if item.is_decoded)
         return StepOutput(bool(scheduled), decoded, tuple(self.scheduler.take_finished()))
+
+    def _read_images(self, item: ScheduledRequest) -> bool:
+        """Compute the features that the forward needs of a request; False: that has failed, and it is retired."""
+        try:
+            self.runner.read_images(item)
+        except Exception as error:
+            end_with_error(item.request, error)
+            self.scheduler.retire(item.request)
+        return item.request.error is None
 
     def _count(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         num_tokens = sum(item.num_tokens for item in scheduled)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from config.generation import GenerationConfig
 from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.images import ImageSource, expand_images
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import (
     DEFAULT_OPTIONS,
@@ -31,6 +32,8 @@ from diffusionlm.inference.requests import (
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.processor import ImageProcessor
+from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -127,6 +130,15 @@ class DecodingStep:
 StepCallback = Callable[[DecodingStep], None]
 
 
+class ImageArguments(TypedDict, total=False):
+    """Keyword arguments of `generate` and `infill` for texts with images."""
+
+    images: Sequence[Sequence[ImageSource]]
+    """Images of each text, in the order of their placeholders."""
+    processor: ImageProcessor
+    """That of the model (`diffusionlm.load_processor`)."""
+
+
 def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -136,6 +148,7 @@ def generate(
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
     segment_starts: Sequence[Sequence[int]] | None = None,
     constraints: Sequence[TokenConstraint | None] | None = None,
+    **image_arguments: Unpack[ImageArguments],
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
@@ -153,14 +166,16 @@ def generate(
             the ends of answers that `tokenizer.encode_prompt` returns. None: counted from the start of the text.
         constraints: for each prompt what its new text has to be (`ConstraintCompiler`): the text before the first stop
             token, or of all new tokens. None: any text.
+        image_arguments: ``images``, a list for each prompt, and their ``processor`` (`ImageArguments`). The prompts
+            have one placeholder token for each image, and the positions of other arguments count it as one.
 
     Raises:
         ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, the
-            number of seeds, of ``allowed_token_ids``, of ``segment_starts`` or of ``constraints`` differs,
-            ``allowed_token_ids`` name a position that is not masked or leave it no token, ``segment_starts`` do not
-            ascend within the prompt or attention is not block-causal, no answer of this length fits a constraint, there
-            are fewer ``steps`` than blocks, the config does not fit the model, or the model's probabilities are not
-            finite.
+            number of seeds, of ``allowed_token_ids``, of ``segment_starts``, of ``constraints`` or of ``images``
+            differs, an image cannot be read or has no placeholder, ``allowed_token_ids`` name a position that is not
+            masked or leave it no token, ``segment_starts`` do not ascend within the prompt or attention is not
+            block-causal, no answer of this length fits a constraint, there are fewer ``steps`` than blocks, the config
+            does not fit the model, or the model's probabilities are not finite.
     """
     count = len(prompts)
     options = [
@@ -172,7 +187,7 @@ def generate(
             strict=True,
         )
     ]
-    return _decode_texts(model, prompts, config, seeds, options, on_step)
+    return _decode_texts(model, prompts, config, seeds, options, on_step, **image_arguments)
 
 
 def infill(
@@ -184,6 +199,7 @@ def infill(
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
     constraints: Sequence[Sequence[TokenConstraint | None]] | None = None,
     options: RequestOptions = DEFAULT_OPTIONS,
+    **image_arguments: Unpack[ImageArguments],
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
@@ -195,6 +211,7 @@ def infill(
         constraints: for each canvas what the text of each of its masked spans has to be, None: any text; without
             constraints an empty list.
         options: more of each canvas, such as ``is_read``.
+        image_arguments: as in `generate`. The placeholders are repeated in the result.
 
     Raises:
         ValueError: like `generate`.
@@ -208,7 +225,7 @@ def infill(
             strict=True,
         )
     ]
-    return _decode_texts(model, canvases, config, seeds, all_options, on_step)
+    return _decode_texts(model, canvases, config, seeds, all_options, on_step, **image_arguments)
 
 
 def _expand(name: str, values: Sequence[T] | None, num_requests: int, default: T) -> Sequence[T]:
@@ -229,13 +246,20 @@ def _decode_texts(
     seeds: Sequence[int] | None,
     options: Sequence[RequestOptions],
     on_step: StepCallback | None,
+    images: Sequence[Sequence[ImageSource]] | None = None,
+    processor: ImageProcessor | None = None,
 ) -> list[Generation]:
     settings = resolve_settings(config, model.config)
     seeds = range(len(texts)) if seeds is None else _expand("seeds", seeds, len(texts), 0)
-    requests = [
-        prepare_request(settings, token_ids, seed, own, f"{'canvas' if own.is_infill else 'prompt'} {index}")
-        for index, (token_ids, seed, own) in enumerate(zip(texts, seeds, options, strict=True))
-    ]
+    requests = []
+    for index, (token_ids, seed, own, own_images) in enumerate(
+        zip(texts, seeds, options, _expand("images", images, len(texts), ()), strict=True)
+    ):
+        label, text = f"{'canvas' if own.is_infill else 'prompt'} {index}", HealedText(tuple(token_ids), own)
+        if own_images:
+            with prefix_errors(label):
+                text = expand_images(text, own_images, processor, model.config)
+        requests.append(prepare_request(settings, text.token_ids, seed, text.options, label))
     return decode(model, requests, on_step)
 
 
@@ -280,7 +304,7 @@ def stream(
     Tokens are passed on from the left as soon as they are final: when everything before them is committed, too. A
     strategy that remasks does so within the current block alone, so a block is final when the next one has begun.
 
-    Pieces do not repeat the text that a `HealedText` has taken back.
+    Pieces do not repeat the text that a `HealedText` has taken back. A prompt with images is one of `expand_images`.
 
     A forward is computed when the pieces before it have been taken: a closed iterator computes no more.
 

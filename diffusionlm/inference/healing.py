@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.requests import DEFAULT_OPTIONS, RequestOptions
+from diffusionlm.vision.images import PlacedImage
 from tokenizer import Tokenizer
 
 SPACE = b" "
@@ -46,6 +47,11 @@ class HealedText:
     def plain_token_ids(self) -> tuple[int, ...]:
         """The text as it is, without healing."""
         return self.unhealed_token_ids or self.token_ids
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """Images of the text, whose placeholders are repeated among the token ids."""
+        return self.options.images
 
     @property
     def allowed_token_ids(self) -> Mapping[int, NDArray[np.int64]]:

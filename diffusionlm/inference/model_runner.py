@@ -29,6 +29,7 @@ from torch import Tensor
 
 from diffusionlm.diffusion.layout import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward, InputText
+from diffusionlm.inference.images import FeatureReader, TextImages, join_images
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.sharded_sampling import ShardedSampling, sample_from_columns
@@ -136,6 +137,22 @@ class ModelRunner:
         self._adapted: RowAdaptedModel | None = None
         """Computes the forwards with adapters. None: there was none yet."""
         self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
+        self._read_features = FeatureReader(model)
+
+    def read_images(self, item: ScheduledRequest) -> None:
+        """Compute the features of the images that a forward reads; equal images of requests share them.
+
+        Raises:
+            ValueError: an image cannot be read anymore.
+        """
+        request, start, block_length = item.request, item.start, item.request.settings.block_causal_length
+        if block_length is not None and request.options.images:  # a tile has whole blocks
+            start = int(request.segments.block_starts(np.array([start]), block_length)[0])
+        for placed in request.options.images:
+            if placed.start < item.end and placed.end > start and placed.image.digest not in request.image_features:
+                assert request.options.processor is not None, "checked before"
+                features_EFD = self._read_features(placed.image, request.options.processor)
+                request.image_features[placed.image.digest] = features_EFD
 
     def prepare_adapter(self, adapter: ModelAdapter) -> None:
         """Make the next forwards able to have an adapter. Another thread may run the model meanwhile.
@@ -180,17 +197,19 @@ class ModelRunner:
         tokens_1Q = copy_to_device(
             torch.from_numpy(np.concatenate([text.input_tokens for text in texts]))[None], device
         )
+        images = join_images(self._model, batch.sequences, [text.images for text in texts])
         adapters = [text.adapter for text in texts]
         if not any(adapters):
             self._model.keeps_vocabulary_shards = keeps_shards
-            return self._model(tokens_1Q, pattern=batch)
+            return self._model(tokens_1Q, pattern=batch, images=images)
         assert self._adapted is not None, "prepare_adapter precedes"
         self._adapted.model.keeps_vocabulary_shards = keeps_shards
         with self._adapted.rows.adapters_context(batch, adapters, device):
-            return self._adapted.model(tokens_1Q, pattern=batch)
+            return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
-        """The text of a request, or with guidance and number 1 the one without what was given."""
+        """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
+        position ids, also in place of images."""
         request, outputs = item.request, item.request.output_positions - item.request.settings.output_shift
         sequence = SequenceSlice(
             item.start,
@@ -201,7 +220,12 @@ class ModelRunner:
             outputs=outputs if item.is_decoded else outputs[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.tokens_L
-        return InputText(tokens_L, sequence, request.adapter)
+        if request.mrope_positions_3L is None:
+            return InputText(tokens_L, sequence, request.adapter)
+        images = () if number else request.options.images
+        features = [(placed.start, request.image_features.get(placed.image.digest)) for placed in images]
+        read = tuple((start, features_EFD) for start, features_EFD in features if features_EFD is not None)
+        return InputText(tokens_L, sequence, request.adapter, TextImages(request.mrope_positions_3L, read))
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""

@@ -199,8 +199,8 @@ class PageManager:
         """Digests of the whole pages of a request's first ``num_tokens`` positions, each with everything before it,
         behind those that it has. Equal ones mean equal keys and values.
 
-        Keys and values of a page depend on the tokens up to the end of its last block, which may be in the next page,
-        and on where blocks begin, as the turns of a chat move them.
+        Keys and values of a page depend on the tokens and images up to the end of its last block, which may be in the
+        next page, and on where blocks begin, as the turns of a chat move them.
         """
         size, num_known = self._page_size, len(request.page_digests)
         ends = np.arange((num_known + 1) * size, num_tokens + 1, size)
@@ -212,6 +212,8 @@ class PageManager:
         contents_2L = np.stack([request.tokens_L, block_starts_L])
         digests, digest = [], request.page_digests[-1] if num_known else request.cache_salt
         for end, block_end in zip(ends, block_ends, strict=True):
-            digest = sha256(digest + contents_2L[:, end - size : block_end].tobytes()).digest()
+            images = [item for item in request.options.images if item.start < block_end and item.end > end - size]
+            image_keys = repr([(item.start, item.image.digest) for item in images]).encode() if images else b""
+            digest = sha256(digest + contents_2L[:, end - size : block_end].tobytes() + image_keys).digest()
             digests.append(digest)
         return digests

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
@@ -20,6 +21,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
+from diffusionlm.inference.images import check_images, expand_images
 from diffusionlm.inference.requests import (
     DEFAULT_OPTIONS,
     DecodingBlock,
@@ -30,6 +32,8 @@ from diffusionlm.inference.requests import (
 )
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_read_settings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.vision.messages import IMAGE_TOKENS, split_images
+from diffusionlm.vision.processor import ImageProcessor
 from files.usage_error import prefix_errors
 from tokenizer import ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt
 
@@ -45,6 +49,12 @@ def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vo
     return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
 
 
+@lru_cache(1)
+def _read_placeholders(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer for chats with images, whose messages contain placeholders."""
+    return tokenizer.with_visible_tokens(IMAGE_TOKENS)
+
+
 @dataclass(frozen=True)
 class RequestBuilder:
     """Makes requests of texts, for one model and one config."""
@@ -55,6 +65,8 @@ class RequestBuilder:
     """Of chats; None: there are none."""
     healer: TokenHealer | None = None
     """None: no token healing."""
+    processor: ImageProcessor | None = None
+    """Of the images in chats; None: chats have none."""
 
     @classmethod
     def from_config(
@@ -65,6 +77,7 @@ class RequestBuilder:
         template: ChatTemplate | None = None,
         *,
         token_healing: bool = False,
+        processor: ImageProcessor | None = None,
     ) -> RequestBuilder:
         """Resolve the settings of a model whose answers are texts.
 
@@ -74,7 +87,7 @@ class RequestBuilder:
         settings = resolve_settings(suppress_ids_without_text(config, tokenizer, model.vocab_size), model)
         excluded_token_ids = {*settings.forbidden_token_ids, *settings.stop_token_ids}
         healer = TokenHealer(tokenizer, excluded_token_ids) if token_healing else None
-        return cls(tokenizer, settings, template, healer)
+        return cls(tokenizer, settings, template, healer, processor)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -91,18 +104,26 @@ class RequestBuilder:
             return self.healer.heal_prompt(text, self.prefix_ids, max_new_tokens or self.settings.config.max_new_tokens)
         return HealedText((*self.prefix_ids, *self.tokenizer.encode(text)))
 
-    def encode_spans(self, pieces: Sequence[tuple[str, int | Sequence[int]]]) -> HealedText:
+    def encode_spans(
+        self, pieces: Sequence[tuple[str, int | Sequence[int]]], prompt: HealedText | None = None
+    ) -> HealedText:
         """Encode a text with masked spans.
 
         Args:
             pieces: of the text, each with the number of masked tokens after it, 0 after the last one alone, or with
                 token ids of a draft.
+            prompt: what is before the text, such as a chat whose answer it is. None: `prefix_ids`.
 
         Raises:
             ValueError: there is no mask token.
         """
         mask = self.settings.model.mask_token_id
-        return encode_pieces(self.tokenizer, pieces, self.prefix_ids, mask, self.healer)
+        prefix_ids = self.prefix_ids if prompt is None else prompt.plain_token_ids
+        text = encode_pieces(self.tokenizer, pieces, prefix_ids, mask, self.healer)
+        if prompt is None:
+            return text
+        given = {name: getattr(prompt.options, name) for name in ("images", "processor", "segment_starts")}
+        return replace(text, options=replace(text.options, **given))
 
     def encode_chat(
         self,
@@ -118,30 +139,32 @@ class RequestBuilder:
         ends of its earlier answers are found only if the settings count blocks from turns.
 
         Args:
+            messages: contents may be parts, with images of users (`split_images`).
             answer_prefix: text that the answer begins with.
             variables: of the template.
             has_prompt: the template writes the beginning of an answer.
             continues_answer: the last message is the beginning of the answer.
 
         Raises:
-            ValueError: the template rejects the chat.
+            ValueError: the template rejects the chat, it has images and the model reads none, or an image is wrong.
         """
         assert self.template is not None, "callers check that there is a template"
+        messages, images = split_images(messages)
+        tokenizer = _read_placeholders(self.tokenizer) if images else self.tokenizer
         options: dict[str, Any] = {"tools": tools, **(variables or {})}
         token_ids: Sequence[int]
         prefix_ids, ends = tuple(self.tokenizer.encode(answer_prefix)), tuple[int, ...]()
         if continues_answer:
             now = datetime.now()
-            answer = encode_answer(self.tokenizer, self.template, messages, is_finished=False, now=now, **options)
+            answer = encode_answer(tokenizer, self.template, messages, is_finished=False, now=now, **options)
             assert answer is not None, "only an answer that is finished can be left out"
             token_ids, prefix_ids, messages = answer.prompt_ids, (*answer.answer_ids, *prefix_ids), messages[:-1]
         if self.settings.config.block_origin == "turn" and (has_prompt or continues_answer):
-            token_ids, ends = encode_prompt(self.tokenizer, self.template, messages, **options)
+            token_ids, ends = encode_prompt(tokenizer, self.template, messages, **options)
         elif not continues_answer:
-            token_ids = encode_chat(
-                self.tokenizer, self.template, messages, add_generation_prompt=has_prompt, **options
-            )
-        return HealedText((*token_ids, *prefix_ids), RequestOptions(segment_starts=ends))
+            token_ids = encode_chat(tokenizer, self.template, messages, add_generation_prompt=has_prompt, **options)
+        text = HealedText((*token_ids, *prefix_ids), RequestOptions(segment_starts=ends))
+        return expand_images(text, images, self.processor, self.settings.model) if images else text
 
     def prepare(self, text: HealedText, seed: int = 0, label: str | None = None, **options: Any) -> PreparedRequest:
         """Check an encoded text, with more options (`RequestOptions`). If the constraints allow no text behind what
@@ -188,6 +211,7 @@ def _prepare(
     if options.is_read:
         settings = resolve_read_settings(settings)
     _check_segments(settings, options.segments, len(token_ids))
+    check_images(settings.model, token_ids, options)
     if options.is_infill:
         text_length = len(token_ids)
         _check_length(text_length, settings, "shorten the text or its masked spans")
@@ -218,6 +242,7 @@ def prepare_known_text(
     tokens these sum to the log-likelihood of the text under it (DUEL, arXiv 2603.01367).
     """
     _check_segments(settings, options.segments, len(token_ids))
+    check_images(settings.model, token_ids, options)
     known_tokens_L = np.array(token_ids, dtype=np.int64)
     canvas_L = known_tokens_L.copy()
     canvas_L[masked_positions] = settings.placeholder_token_id
@@ -231,8 +256,9 @@ def prepare_prompt_scoring(
     settings: DecodingSettings, token_ids: Sequence[int], options: RequestOptions = DEFAULT_OPTIONS
 ) -> PreparedRequest:
     """Prepare to decode a known text from left to right, one token per forward, with the attention, blocks and canvas
-    of the settings and without what else they change in the model's distributions. Where attention is causal and
-    outputs are shifted, no distribution depends on later tokens, so a forward scores `SCORED_TOKENS` of them.
+    of the settings and without what else they change in the model's distributions. Placeholders of images are given.
+    Where attention is causal and outputs are shifted, no distribution depends on later tokens, so a forward scores
+    `SCORED_TOKENS` of them.
 
     Raises:
         ValueError: the text is longer than the model's context, or a token id is outside the vocabulary.
@@ -242,7 +268,11 @@ def prepare_prompt_scoring(
     check_token_ids(token_ids, model)
     config = GenerationConfig(remasking_strategy="sequential", **{key: getattr(settings.config, key) for key in keys})
     is_shifted = model.logit_alignment == "shifted"
-    positions = np.arange(is_shifted, len(token_ids))
+    is_scored_L = np.ones(len(token_ids), dtype=np.bool_)
+    is_scored_L[:is_shifted] = False
+    for placed in options.images:
+        is_scored_L[placed.start : placed.end] = False
+    positions = np.flatnonzero(is_scored_L)
     request = prepare_known_text(resolve_settings(config, model), token_ids, positions, options)
     if not (is_shifted and request.settings.block_causal_length == 1):
         return request
@@ -358,8 +388,10 @@ def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, pr
             f"min_new_tokens (min_tokens) = {min_new_tokens} is more than the {text_length - prompt_length} new tokens "
             f"of {key}: lower it"
         )
+    num_of_images = sum(placed.image.num_tokens for placed in options.images)
+    share = f" ({num_of_images} of images)" if num_of_images else ""
     remedy = f"shorten the prompt or lower {key.split()[0]}"
-    _check_length(text_length, settings, remedy, f"{prompt_length} tokens and {key}: ")
+    _check_length(text_length, settings, remedy, f"{prompt_length} tokens{share} and {key}: ")
     return text_length
 
 

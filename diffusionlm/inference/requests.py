@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.constraints.compiler import TokenConstraint
@@ -20,6 +21,8 @@ from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, S
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.inference.strategy import DecodeState
 from diffusionlm.models.row_adapters import ModelAdapter
+from diffusionlm.vision.images import PlacedImage, compute_mrope_positions
+from diffusionlm.vision.processor import ImageProcessor
 
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
 """Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
@@ -73,6 +76,10 @@ class RequestOptions:
     """Name of an adapter of the engine. None: the model itself."""
     cache_salt: str = ""
     """Texts share cached keys and values only with the same salt."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the text, whose placeholders are among its tokens (`expand_images`)."""
+    processor: ImageProcessor | None = None
+    """Computes the patches of the images; None: there are none."""
 
     @property
     def segments(self) -> TextSegments:
@@ -255,6 +262,12 @@ class ActiveRequest:
         """Pages of each text: with guidance there is a second one, without what was given."""
         self.page_digests: list[bytes] = []
         """Of the pages in the prefix cache."""
+        self.mrope_positions_3L: NDArray[np.int64] | None = None
+        """Position ids in time, rows and columns. None: there is no image, so they are the indices."""
+        if request.options.images:
+            self.mrope_positions_3L = compute_mrope_positions(length, request.options.images)
+        self.image_features: dict[bytes, Tensor] = {}
+        """Digest of an image -> its features, from the first forward on that reads it."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
         self.output_positions = self._candidate_positions = masked_positions[:0]
         """Positions whose logits the next forward computes, [N], ascending."""

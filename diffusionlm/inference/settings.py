@@ -25,7 +25,7 @@ class DecodingSettings:
     temperature: float
     stop_token_ids: frozenset[int]
     forbidden_token_ids: tuple[int, ...]
-    """Tokens that are never generated: the mask token and the suppressed ones."""
+    """Tokens that are never generated: the mask token, the placeholder of images and the suppressed ones."""
 
     @property
     def has_independent_blocks(self) -> bool:
@@ -87,8 +87,8 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
         raise ValueError(f"{error}{note}") from None
     config = _fill_defaults(config, strategy, model)
     _check_config(config, model)
-    mask_token_ids = () if model.mask_token_id is None else (model.mask_token_id,)
-    forbidden_token_ids = (*mask_token_ids, *config.suppress_token_ids)
+    placeholder_ids = [token for token in (model.mask_token_id, model.image_token_id) if token is not None]
+    forbidden_token_ids = (*placeholder_ids, *config.suppress_token_ids)
     if len(set(forbidden_token_ids)) == model.vocab_size:
         raise ValueError("suppress_token_ids contains every token of the vocabulary: remove some")
     stop_token_ids = _resolve_stop_token_ids(config, model)

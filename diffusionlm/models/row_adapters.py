@@ -240,10 +240,16 @@ class RowAdaptedModel:
         computed faster. Another thread may compute the model meanwhile: without the adapter nothing changes.
 
         Raises:
-            ValueError: it changes embedding or head of a model that is divided over ranks.
+            ValueError: it changes embedding or head of a model that is divided over ranks, or the vision tower, whose
+                features requests share.
         """
         for name in adapter.modules:
             base = self.model.get_submodule(name)
+            if name.startswith("model.visual."):
+                raise ValueError(
+                    f"an adapter of requests changes {name}, a part of the vision tower, whose features all requests "
+                    "share: train one of the text alone, or merge it with diffusionlm-convert"
+                )
             if self.model.vocabulary_shard is not None and name in ("lm_head", "model.embed_tokens"):
                 raise ValueError(
                     f"an adapter of requests changes {name}, which is divided over ranks: train one without "

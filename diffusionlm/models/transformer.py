@@ -27,7 +27,7 @@ from diffusionlm.models.moe import MoE, RoutingLog, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.varlen import VarlenBatch, prepare_varlen_attention
-from diffusionlm.models.vision.inputs import ImageInputs
+from diffusionlm.models.vision.inputs import Grid, ImageInputs
 from diffusionlm.models.vision.tower import VisionTower
 
 
@@ -218,6 +218,12 @@ class Transformer(nn.Module):
             logits: Tensor = self.lm_head(x)
             return logits if softcap is None else soft_cap(logits, softcap)
         return self._compute_loss(x, loss_inputs, log)
+
+    def compute_features(self, patches_PC: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Features of images, [E, F, D], as a forward with their patches computes them; a forward by itself."""
+        assert self.model.visual is not None, "callers check that there is a vision tower"
+        features_EFD: Tensor = self.model.visual(patches_PC, grids)
+        return features_EFD
 
     @property
     def num_key_value_heads(self) -> int:

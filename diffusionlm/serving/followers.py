@@ -35,6 +35,7 @@ from ddp.mesh import Axis, Shard
 from ddp.mesh_parallel import allocate
 from ddp.tensor_parallel import apply_tensor_parallel
 from diffusionlm.inference.cuda_graphs import InputText
+from diffusionlm.inference.images import TextImages
 from diffusionlm.inference.model_runner import ModelRunner
 from diffusionlm.inference.sharded_sampling import ShardedSampling
 from diffusionlm.models.cache import PagedCache
@@ -241,19 +242,21 @@ def build_cache(model: Transformer, num_pages: int, page_size: int) -> PagedCach
     )
 
 
-Message = tuple[NDArray[np.int64], SequenceSlice, int | None]
-"""The tokens of a text that are read, where they are, and the number of its adapter."""
+Message = tuple[NDArray[np.int64], SequenceSlice, int | None, TextImages | None]
+"""The tokens of a text that are read, where they are, the number of its adapter, and what of its images is read."""
 
 
 def _to_message(text: InputText) -> Message:
-    return text.input_tokens, text.sequence, None if text.adapter is None else text.adapter.number
+    start, end = text.sequence.start, text.sequence.end
+    images = None if text.images is None else text.images.restrict(start, end)
+    return text.input_tokens, text.sequence, None if text.adapter is None else text.adapter.number, images
 
 
 def _from_message(message: Message, adapters: Mapping[int, ModelAdapter]) -> InputText:
-    input_tokens, sequence, number = message
+    input_tokens, sequence, number, images = message
     tokens_L = np.zeros(sequence.end, np.int64)
     tokens_L[sequence.start :] = input_tokens
-    return InputText(tokens_L, sequence, None if number is None else adapters[number])
+    return InputText(tokens_L, sequence, None if number is None else adapters[number], images)
 
 
 def _divide_part(part: Any, shard: Shard | None) -> Any:

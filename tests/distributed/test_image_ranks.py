@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from config.generation import GenerationConfig
 from config.model import VisionPart
 from config.training.objective import MaskedDiffusionConfig
 from config.training.optimizer import AdamWConfig, MuonConfig
@@ -21,6 +22,7 @@ from ddp.strategies import apply_parallelism
 from ddp.tensor_parallel import apply_tensor_parallel
 from diffusionlm.diffusion.noised_batch import NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers, requires_whole_matrix
 from diffusionlm.training import loop
@@ -28,6 +30,7 @@ from diffusionlm.training.block_wrapping import checkpoint_activations
 from diffusionlm.training.setup import parameter_units
 from tests.distributed.forked import run_ranks
 from tests.distributed.test_training_ranks import check_equal, train_on
+from tests.image_requests import PROCESSOR, make_vision_model, paint, write_prompt
 from tests.image_rows import SMALL, build_example, make_model
 from tests.image_run import configure_images, write_conversations
 
@@ -150,6 +153,25 @@ def test_runs_of_two_ranks_are_those_of_one(
     assert train_on(two, tmp_path) == [6, 6]
     check_equal(two, one, 1e-4)
     assert len([path for path in (tmp_path / "features").rglob("*") if path.is_file()]) == (4 if freeze else 0)
+
+
+def test_a_sharded_model_decodes_images(tmp_path: Path) -> None:
+    """The first forward that it computes is one of the tower."""
+    text, images = write_prompt(5, paint(2, 3), 6)
+    generation = GenerationConfig(max_new_tokens=5, stop_token_ids=())
+    arguments: Any = {"images": [images], "processor": PROCESSOR}
+    changes = {"block_length": 4}
+    [expected] = generate(make_vision_model(torch.float32, **changes), [text], generation, **arguments)
+
+    def act(world: World) -> None:
+        model = make_vision_model(torch.float32, **changes)
+        apply_parallelism(model, FSDP(), world, CPU, parameter_units(model), requires_whole_matrix=lambda name: False)
+        for _ in range(2):
+            [answer] = generate(model, [text], generation, **arguments)
+            assert answer.token_ids == expected.token_ids
+            assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+    run_ranks(act, tmp_path)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

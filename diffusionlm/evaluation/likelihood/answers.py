@@ -16,7 +16,11 @@ from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.copies import MaskedCopy
 from diffusionlm.evaluation.likelihood.masks import count_masks
+from diffusionlm.inference.images import FeatureReader, TextImages, check_images
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, RequestOptions
 from diffusionlm.inference.settings import check_token_ids
+from diffusionlm.vision.images import compute_mrope_positions
+from files.usage_error import prefix_errors
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,15 @@ class AnswerBlock:
 class BlockedAnswer:
     """An answer after its context, of ``num_tokens`` tokens that are scored; what follows these is only read."""
 
-    def __init__(self, layout: InputLayout, tokens: Sequence[int], num_context: int, num_tokens: int) -> None:
-        self.layout, self.num_context, self.num_tokens = layout, num_context, num_tokens
+    def __init__(
+        self,
+        layout: InputLayout,
+        tokens: Sequence[int],
+        num_context: int,
+        num_tokens: int,
+        images: TextImages | None = None,
+    ) -> None:
+        self.layout, self.num_context, self.num_tokens, self.images = layout, num_context, num_tokens, images
         self.tokens_T = np.array(tokens, dtype=np.int64)
         length, size = len(self.tokens_T), layout.block_length
         self.positions = positions = num_context + np.arange(num_tokens)
@@ -65,20 +76,25 @@ class BlockedAnswer:
             tokens = self.tokens_T[block.start : block.end].copy()
             tokens[positions - block.start] = self.layout.mask_token
         targets = self.tokens_T[positions]
-        return MaskedCopy(self.clean_tokens, self.num_context, block.start, tokens, positions, targets)
+        return MaskedCopy(self.clean_tokens, self.num_context, block.start, tokens, positions, targets, self.images)
 
 
 class AnswerBuilder:
     """Builds the answers of a model and of settings."""
 
-    def __init__(self, model: ModelConfig, config: AnswerLikelihoodConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, config: AnswerLikelihoodConfig, read_features: FeatureReader | None = None
+    ) -> None:
         """Resolve the block length, and the end-of-text token.
+
+        Args:
+            read_features: of images in contexts. None: answers are checked, not computed.
 
         Raises:
             ValueError: the model has no mask token, and is not autoregressive; or it has no end-of-text token, and the
                 settings need one.
         """
-        self.model = model
+        self.model, self._read_features = model, read_features
         block_length = None if config.bidirectional else config.block_length or model.block_length
         self.layout = InputLayout.from_config(model, block_length)
         if config.end_of_text != "none" and model.eos_token_id is None:
@@ -89,11 +105,21 @@ class AnswerBuilder:
         self._suffix = () if config.end_of_text == "none" else (model.eos_token_id,)
         self._is_suffix_scored = config.end_of_text == "scored"
 
-    def build(self, context: Sequence[int], continuation: Sequence[int], name: str) -> BlockedAnswer:
+    def build(
+        self,
+        context: Sequence[int],
+        continuation: Sequence[int],
+        name: str,
+        context_options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> BlockedAnswer:
         """Build an answer; an error calls it ``name``.
 
+        Args:
+            context_options: images in the context, and their processor.
+
         Raises:
-            ValueError: it is empty, too long for the model's context, or has a token that the model cannot predict.
+            ValueError: it is empty, too long for the model's context, has a token that the model cannot predict, or
+                image placeholders that are not those of the context's images.
         """
         check_token_ids((*context, *continuation), self.model, name)
         if not len(continuation):
@@ -115,5 +141,17 @@ class AnswerBuilder:
                 f"{name} has {len(tokens)} tokens with its context, more than max_position_embeddings = {limit} of the "
                 "model: remove the first tokens of the context"
             )
+        with prefix_errors(name):
+            check_images(self.model, tokens, context_options)
         num_scored = len(continuation) + len(self._suffix) * self._is_suffix_scored
-        return BlockedAnswer(self.layout, tokens, len(context), num_scored)
+        images = self._read_images(len(tokens), context_options) if context_options.images else None
+        return BlockedAnswer(self.layout, tokens, len(context), num_scored, images)
+
+    def _read_images(self, length: int, options: RequestOptions) -> TextImages:
+        # A copy of another answer's block after the same context may be longer.
+        positions_3L = compute_mrope_positions(length + (self.layout.block_length or 0), options.images)
+        if self._read_features is None:
+            return TextImages(positions_3L)
+        assert options.processor is not None, "check_images has checked it"
+        features = [(placed.start, self._read_features(placed.image, options.processor)) for placed in options.images]
+        return TextImages(positions_3L, tuple(features))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
+from diffusionlm.inference.images import TextImages, join_images
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.models.patterns import Bidirectional, Causal, CleanAndBlockCopies
 from diffusionlm.models.tensors import copy_to_device
@@ -32,6 +33,7 @@ from profiling import nvtx
 
 BIDIRECTIONAL, CAUSAL = Bidirectional(), Causal()
 """One object each: on a GPU sequences of one pattern share their kernels."""
+TextKey = tuple[bytes, tuple[tuple[int, int], ...]]
 InputKey = tuple[int, bytes, bytes]
 T = TypeVar("T")
 
@@ -52,18 +54,26 @@ class MaskedCopy:
     """Positions in the text, ascending, [M]."""
     targets: NDArray[np.int64]
     """Tokens whose probabilities at the masked positions are read, [M]."""
+    images: TextImages | None = None
+    """Those of the text. None: it has none."""
+
+    @property
+    def text_key(self) -> TextKey:
+        """The clean tokens, and the images with their first positions."""
+        features = () if self.images is None else self.images.features
+        return self.clean_tokens.tobytes(), tuple((first, id(features_EFD)) for first, features_EFD in features)
 
     @property
     def input_key(self) -> InputKey:
-        """What the outputs depend on, beside the clean tokens."""
+        """What the outputs depend on, beside the text."""
         return self.start, self.tokens.tobytes(), self.masked_positions.tobytes()
 
 
 def count_forwards(copies: Sequence[MaskedCopy]) -> int:
     """Forwards of a single row that compute the copies: a row ``[xt | x0]`` holds one copy of each block of a text."""
-    num_copies: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+    num_copies: defaultdict[TextKey, Counter[int]] = defaultdict(Counter)
     """Text -> block -> its different copies."""
-    for text, (start, _, _) in {(copy.clean_tokens.tobytes(), copy.input_key) for copy in copies}:
+    for text, (start, _, _) in {(copy.text_key, copy.input_key) for copy in copies}:
         num_copies[text][start] += 1
     return sum(max(blocks.values()) for blocks in num_copies.values())
 
@@ -85,9 +95,9 @@ def compute_log_probabilities(
     if cfg_scale > 0.0 and layout.mask_token is None:
         raise ValueError(f"cfg_scale = {cfg_scale} needs a model with a mask token: set it to 0")
     num_texts = 2 if cfg_scale > 0.0 else 1
-    texts: dict[tuple[bytes, int], dict[InputKey, list[int]]] = {}
+    texts: dict[tuple[TextKey, int], dict[InputKey, list[int]]] = {}
     for index, copy in enumerate(copies):
-        inputs = texts.setdefault((copy.clean_tokens.tobytes(), copy.num_context if cfg_scale > 0.0 else 0), {})
+        inputs = texts.setdefault((copy.text_key, copy.num_context if cfg_scale > 0.0 else 0), {})
         inputs.setdefault(copy.input_key, []).append(index)
     sequences = [
         part for inputs in texts.values() for part in _split(layout, copies, list(inputs.values()), batch_tokens)
@@ -115,7 +125,7 @@ class _CopySequence:
         computed = [copies[indices[0]] for indices in readers]
         clean_tokens, lengths = computed[0].clean_tokens, [len(copy.tokens) for copy in computed]
         self.tokens_Q = np.concatenate([clean_tokens, *(copy.tokens for copy in computed)])
-        self.num_context = computed[0].num_context
+        self.num_context, self.images = computed[0].num_context, computed[0].images
         # Output i - 1 predicts token i if outputs are shifted. The output before a block is a clean one.
         shift = int(layout.alignment == "shifted")
         outputs = []
@@ -154,14 +164,16 @@ def _split(
 def _compute_logits(model: Transformer, layout: InputLayout, batch: Sequence[_CopySequence], scale: float) -> Tensor:
     """Logits of the outputs of all sequences, [N, V]; with guidance in fp64."""
     tokens, slices = [part.tokens_Q for part in batch], [part.slice for part in batch]
+    images = [part.images for part in batch]
     if scale > 0.0:
         assert layout.mask_token is not None, "checked before"
         for part in batch:
             tokens.append(np.where(part.slice.input_positions < part.num_context, layout.mask_token, part.tokens_Q))
             slices.append(replace(part.slice))
+            images.append(None if part.images is None else replace(part.images, features=()))
     tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(tokens))[None], model.lm_head.weight.device)
     with nvtx.annotate("likelihood: forward"):
-        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices))
+        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices), images=join_images(model, slices, images))
     if scale == 0.0:
         return logits_NV
     conditional_NV, unconditional_NV = logits_NV.double().chunk(2)

@@ -34,6 +34,9 @@ from diffusionlm.evaluation.likelihood.masks import (
     stratified_standard_error,
 )
 from diffusionlm.evaluation.statistics import check_positive
+from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.images import FeatureReader
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, RequestOptions
 from diffusionlm.models.transformer import Transformer
 
 MIN_ORDER_PAIRS = 2
@@ -55,6 +58,8 @@ class OptionsRequest:
     divisors: tuple[tuple[float, ...], ...] = ()
     """By rule: what the log-likelihood of each option is divided by before options are compared, such as its length.
     Racing ends once all rules are decided. Empty: one rule, without division."""
+    context_options: RequestOptions = DEFAULT_OPTIONS
+    """Images in the context, and their processor."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class LikelihoodEstimate:
 
 def conditional_likelihood(
     model: Transformer,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | HealedText,
     answer: Sequence[int],
     *,
     block_length: int | None = None,
@@ -116,6 +121,7 @@ def conditional_likelihood(
     take a single forward.
 
     Args:
+        prompt: with images what `expand_images` returns.
         block_length: tokens per block, counted from the start of the prompt. None: bidirectional.
         seed: of the masks.
         batch_size: masked copies per forward.
@@ -124,15 +130,17 @@ def conditional_likelihood(
         ValueError: the answer is empty or has a token that the model cannot predict, an argument is below 1, or the
             model's probabilities are not finite.
     """
+    text = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
     check_positive(num_mc_samples=num_mc_samples, block_length=block_length, batch_size=batch_size)
     config = AnswerLikelihoodConfig(
         num_mc_samples=num_mc_samples,
         block_length=block_length,
         bidirectional=block_length is None,
         seed=seed,
-        batch_tokens=batch_size * max(1, len(prompt) + len(answer)),
+        batch_tokens=batch_size * max(1, len(text.token_ids) + len(answer)),
     )
-    [score] = score_documents(model, [OptionsRequest(tuple(prompt), (tuple(answer),))], config)
+    request = OptionsRequest(text.token_ids, (tuple(answer),), context_options=text.options)
+    [score] = score_documents(model, [request], config)
     return LikelihoodEstimate(score.log_likelihood, score.standard_error, score.num_tokens[0])
 
 
@@ -151,7 +159,7 @@ def score_documents(
             the model cannot predict; or the model's probabilities are not finite.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    builder = AnswerBuilder(model.config, config)
+    builder = AnswerBuilder(model.config, config, FeatureReader(model))
     scores: list[OptionScores] = []
     sizes = [(sum(len(request.context) + len(option) for option in request.options),) for request in requests]
     for group in split_by_size(requests, sizes, (config.batch_tokens,)):  # memory is for the copies of one group
@@ -233,7 +241,7 @@ class AdaptiveSampler:
         if not request.options:
             raise ValueError(f"{name} has no options: give at least one")
         self._answers = [
-            builder.build(request.context, option, f"option {index} of {name}")
+            builder.build(request.context, option, f"option {index} of {name}", request.context_options)
             for index, option in enumerate(request.options)
         ]
         self._config = config

@@ -1,0 +1,123 @@
+"""Log-likelihoods of answers after contexts with images, against forwards of whole texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, conditional_likelihood, score_documents
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches
+from diffusionlm.inference.generate import generate
+from diffusionlm.inference.images import expand_images
+from diffusionlm.inference.requests import RequestOptions
+from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.images import EncodedImage
+from tests.image_requests import (
+    IMAGE,
+    MASK,
+    PROCESSOR,
+    compute_logits,
+    compute_masked_logits,
+    make_vision_model,
+    paint,
+    write_prompt,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "blocks": {"block_length": 4},
+    "shifted blocks": {"block_length": 4, "logit_alignment": "shifted"},
+    "causal": {"block_length": 1, "logit_alignment": "shifted", "mask_token_id": None},
+}
+PARTS: list[list[int | EncodedImage]] = [[5, 6, paint(2, 3), 7], [5, 6, paint(2, 3, 1), 7], [paint(3, 1)]]
+
+
+def build_request(model: Transformer, parts: list[int | EncodedImage], *options: tuple[int, ...]) -> OptionsRequest:
+    text = expand_images(*write_prompt(*parts), PROCESSOR, model.config)
+    return OptionsRequest(text.token_ids, options, context_options=text.options)
+
+
+def score_in_full_forwards(model: Transformer, request: OptionsRequest, answer: tuple[int, ...]) -> float:
+    """Sum of the log-probabilities of tokens that are alone in their block, or of a causal model."""
+    size, shift = model.config.block_length, int(model.config.logit_alignment == "shifted")
+    pattern, total, text = Bidirectional() if size is None else BlockCausal(size), 0.0, [*request.context]
+    for token in answer:
+        canvas = [*text, token if model.config.is_autoregressive else MASK]
+        logits_V = compute_logits(model, canvas, request.context_options.images, pattern)[len(text) - shift].clone()
+        if model.config.mask_token_id is not None:
+            logits_V[MASK] = -torch.inf
+        total += float(logits_V.log_softmax(-1)[token])
+        text.append(token)
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_of_one_token(name: str) -> None:
+    """Texts that differ in their image alone have values of their own, in one batch as alone."""
+    model = make_vision_model(**CASES[name])
+    requests = [build_request(model, parts, (9,), (8,)) for parts in PARTS]
+    scores = score_documents(model, requests)
+    for request, score in zip(requests, scores, strict=True):
+        expected = [score_in_full_forwards(model, request, option) for option in request.options]
+        assert score.log_likelihoods == pytest.approx(expected, abs=1e-9) and score.is_exact
+        assert score_documents(model, [request])[0].log_likelihoods == pytest.approx(expected, abs=1e-9)
+    assert len({score.log_likelihoods for score in scores}) == 3
+
+
+def test_copies_of_blocks_share_a_context_with_an_image() -> None:
+    """Options of other lengths after a context that ends within a block; causal ones are sums over their tokens."""
+    model = make_vision_model(block_length=4)
+    options = ((9, 8), (9,), (7, 9, 9, 1, 2, 3))
+    config = AnswerLikelihoodConfig(max_enumerated_forwards=64, num_mc_samples=64)
+    request = build_request(model, PARTS[0], *options)
+    together = score_documents(model, [request], config)[0].log_likelihoods
+    alone = [score_documents(model, [replace(request, options=(option,))], config)[0] for option in options]
+    assert together == pytest.approx([score.log_likelihood for score in alone], abs=1e-9)
+    causal = make_vision_model(**CASES["causal"])
+    scores = score_documents(causal, [request])[0].log_likelihoods
+    assert scores == pytest.approx([score_in_full_forwards(causal, request, option) for option in options], abs=1e-9)
+
+
+def test_guidance_and_conditional_likelihood() -> None:
+    """With guidance the context is masked, with its image, at the same position ids."""
+    model = make_vision_model()
+    text = expand_images(*write_prompt(*PARTS[0]), PROCESSOR, model.config)
+    estimate = conditional_likelihood(model, text, [9])
+    request = build_request(model, PARTS[0], (9,))
+    assert estimate.log_likelihood == pytest.approx(score_in_full_forwards(model, request, (9,)), abs=1e-9)
+    other = expand_images(*write_prompt(*PARTS[1]), PROCESSOR, model.config)
+    assert abs(conditional_likelihood(model, other, [9]).log_likelihood - estimate.log_likelihood) > 1e-3
+    guided = score_documents(model, [request], AnswerLikelihoodConfig(cfg_scale=0.5))[0].log_likelihood
+    canvas, images = [*text.token_ids, MASK], text.images
+    given_V = compute_logits(model, canvas, images, Bidirectional())[-1]
+    masked_V = compute_masked_logits(model, len(canvas), images, Bidirectional())[-1]
+    logits_V = masked_V + 1.5 * (given_V - masked_V)
+    logits_V[MASK] = -torch.inf
+    assert guided == pytest.approx(float(logits_V.log_softmax(-1)[9]), abs=1e-9)
+
+
+def test_greedy_matches_read_the_image() -> None:
+    model = make_vision_model(block_length=4)
+    requests = []
+    for parts in PARTS[:2]:
+        text, images = write_prompt(*parts)
+        config = GenerationConfig(max_new_tokens=6, remasking_strategy="low_confidence", stop_token_ids=())
+        [answer] = generate(model, [text], config, images=[images], processor=PROCESSOR)
+        requests.append(build_request(model, parts, answer.token_ids))
+    exchanged = [replace(own, options=other.options) for own, other in zip(requests, requests[::-1], strict=True)]
+    assert greedy_matches(model, [*requests, *exchanged]) == [True, True, False, False]
+
+
+def test_placeholders_that_are_not_those_of_the_images_are_refused() -> None:
+    model = make_vision_model()
+    request = build_request(model, PARTS[0], (9,))
+    with pytest.raises(ValueError, match=r"option 0 of document 0: the text has 6 image placeholders .* 0 images"):
+        score_documents(model, [replace(request, context_options=RequestOptions())])
+    with pytest.raises(ValueError, match=r"option 0 of document 0: the text has 7 image placeholders .* 1 images"):
+        score_documents(model, [replace(request, options=((IMAGE,),))])
