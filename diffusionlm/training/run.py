@@ -202,7 +202,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         loader=loader,
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
         validator=validator,
-        samples=Samples.open(config, infills, tokenizer, state.model, is_sampling),
+        samples=Samples.open(config, infills, tokenizer, state.model, is_sampling, processor),
         tasks=LiveEvaluation(
             config.evaluation,
             tokenizer,

@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from config.data import PythonStdlib, Shards
 from config.generation import GenerationConfig
@@ -26,6 +27,9 @@ from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.text import token_texts
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.image_files import to_thumbnail
+from diffusionlm.vision.images import PlacedImage
+from diffusionlm.vision.processor import ImageProcessor
 from logger import RunLogger
 from tokenizer import Tokenizer
 
@@ -129,6 +133,12 @@ def _build_generation_config(objective: ObjectiveConfig, model: Transformer) -> 
     )
 
 
+def _without_repeats(values_L: NDArray[np.int64], images: Sequence[PlacedImage]) -> NDArray[np.int64]:
+    """Values of the positions of a text, of each image that of its first placeholder alone."""
+    repeats = [np.arange(placed.start + 1, placed.end) for placed in images]
+    return np.delete(values_L, np.concatenate(repeats)) if repeats else values_L
+
+
 @dataclass(frozen=True)
 class Samples:
     """Texts with masked spans, or prompts of conversations, encoded."""
@@ -139,6 +149,8 @@ class Samples:
     """Tokens before each text, which are not shown."""
     requests: list[PreparedRequest]
     """Empty on ranks that decode nothing."""
+    pictures: Sequence[Sequence[str]] = field(default=(), kw_only=True)
+    """Images of each text, small, as data URLs. Empty: there are none."""
 
     @classmethod
     def open(
@@ -148,12 +160,14 @@ class Samples:
         tokenizer: Tokenizer,
         model: Transformer,
         is_participating: bool = True,
+        processor: ImageProcessor | None = None,
     ) -> Samples:
         """Encode the infills of a run; of a run on conversations without ``samples.infills``, held-out prompts.
 
         Args:
             is_participating: whether this rank decodes them: the first one does; under FSDP, whose forwards are
                 collective, all do.
+            processor: of the images in conversations. None: prompts with images are left out.
 
         Raises:
             ValueError: ``samples.infills`` cannot be filled by this model.
@@ -162,7 +176,10 @@ class Samples:
         if not config.samples.every_steps:
             return cls(tokenizer, (), 0, [])
         if config.samples.infills is None and config.data.has_only_chats:
-            samples = cls._open_answers(config, tokenizer, model.config, generation)
+            builder = RequestBuilder.from_config(
+                tokenizer, model.config, generation, tokenizer.chat_template, processor=processor
+            )
+            samples = cls._open_answers(config, builder)
             return samples if is_participating else replace(samples, requests=[])
         try:
             builder = RequestBuilder.from_config(tokenizer, model.config, generation, token_healing=True)
@@ -175,39 +192,49 @@ class Samples:
         return cls(tokenizer, infills, len(builder.prefix_ids), requests if is_participating else [])
 
     @classmethod
-    def _open_answers(
-        cls, config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
-    ) -> Samples:
+    def _open_answers(cls, config: TrainConfig, builder: RequestBuilder) -> Samples:
         """Encode held-out prompts with the generation prompt, those that fit the model with an answer and that the
         template does not refuse."""
-        context = model.max_position_embeddings
+        context = builder.settings.model.max_position_embeddings
         eos_padding_length = config.data.chats[0].resolve(config.objective.longest_block_length).eos_padding_length
         num_tokens = min(eos_padding_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
-        generation = generation.model_copy(update={"max_new_tokens": num_tokens})
-        assert tokenizer.chat_template is not None, "prepare_tokenizer has set it"
-        builder = RequestBuilder.from_config(tokenizer, model, generation, tokenizer.chat_template)
+        assert builder.template is not None, "prepare_tokenizer has set it"
         prompts: list[HealedText] = []
         for item in _read_held_out(config, NUM_CANDIDATES):
             with suppress(ValueError):
                 prompts.append(builder.encode_chat(item.messages[:-1], item.tools))
         prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= context - num_tokens][:NUM_PROMPTS]
-        requests = [builder.prepare(prompt, seed, "samples") for seed, prompt in enumerate(prompts)]
-        return cls(tokenizer, [tokenizer.decode(prompt.token_ids) for prompt in prompts], 0, requests)
+        requests = [
+            builder.prepare(prompt, seed, "samples", max_new_tokens=num_tokens) for seed, prompt in enumerate(prompts)
+        ]
+        decode_text = builder.tokenizer.decode
+        texts = [
+            decode_text(_without_repeats(np.array(prompt.token_ids), prompt.options.images).tolist())
+            for prompt in prompts
+        ]
+        pictures = [[to_thumbnail(placed.image.content) for placed in prompt.options.images] for prompt in prompts]
+        return cls(builder.tokenizer, texts, 0, requests, pictures=pictures if any(pictures) else ())
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the masked spans, or answer the prompts, with the model's defaults, and log an event for each text."""
         if not self.requests:
             return
         results = decode(model, self.requests)
-        for text, result in zip(self.texts, results, strict=True):
+        for index, (text, request, result) in enumerate(zip(self.texts, self.requests, results, strict=True)):
             assert result.trajectory is not None
-            values = self.describe(text, result.trajectory, is_stopped=result.finish_reason == "stop")
+            is_stopped = result.finish_reason == "stop"
+            values = self.describe(text, result.trajectory, request.options.images, is_stopped=is_stopped)
+            if self.pictures:
+                values["pictures"] = self.pictures[index]
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
 
-    def describe(self, text: str, trajectory: Trajectory, *, is_stopped: bool) -> dict[str, Any]:
-        """``given``, ``filled`` and its ``tokens`` as text, without a stop token. For each token ``step_map``, the
-        forward (from 1) that committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
-        shown = slice(self.num_hidden, trajectory.text_length - is_stopped)
+    def describe(
+        self, text: str, trajectory: Trajectory, images: Sequence[PlacedImage] = (), *, is_stopped: bool
+    ) -> dict[str, Any]:
+        """``given``, ``filled`` and its ``tokens`` as text, without a stop token and with one placeholder of each
+        image. For each token ``step_map``, the forward (from 1) that committed it, and ``logprobs``, in nats; null for
+        tokens that were not masked."""
+        shown = _without_repeats(np.arange(trajectory.text_length - is_stopped), images)[self.num_hidden :]
         tokens = token_texts(self.tokenizer, trajectory.tokens_L[shown].tolist())
         return {
             "given": text,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_FILE_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded: Pillow warns above. Decoded it takes 360 MB."""
+THUMBNAIL_SIZE = 128
 ROTATIONS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
@@ -41,6 +44,13 @@ def encode_image(image: PillowImage) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+def to_thumbnail(content: bytes | Path) -> str:
+    """Scale the image of a file down to at most `THUMBNAIL_SIZE` pixels in each direction, as a data URL for pages."""
+    image = decode_image(content if isinstance(content, bytes) else content.read_bytes())
+    image.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE))
+    return f"data:image/png;base64,{base64.b64encode(encode_image(image)).decode('ascii')}"
 
 
 def convert_image(image: PillowImage) -> PillowImage:

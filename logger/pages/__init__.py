@@ -152,6 +152,8 @@ class Example:
     prompt: str
     outputs: Sequence[Output]
     title: str = ""
+    pictures: Sequence[str] = ()
+    """Images of the prompt, as data URLs; HTML pages show them."""
 
     @property
     def num_forwards(self) -> int:

@@ -14,10 +14,11 @@ MAX_SAMPLES_PER_TEXT = 12
 
 def collect_samples(runs: Sequence[LoggedRun]) -> list[Part]:
     """Collect an example for each text, with the samples of each run by step."""
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[tuple[str, tuple[str, ...]], list[Output]] = {}
+    """By text and pictures."""
     plain: list[Part] = []
     for run in runs:
-        texts: dict[str, list[Output]] = {}
+        texts: dict[tuple[str, tuple[str, ...]], list[Output]] = {}
         for event in run.events_of("sample"):
             tokens = read_tokens(event)
             if tokens is None:
@@ -25,10 +26,11 @@ def collect_samples(runs: Sequence[LoggedRun]) -> list[Part]:
             else:
                 label = f"{run.name}, step {event.step:,}" if len(runs) > 1 else f"step {event.step:,}"
                 label += f", reward {event.values['reward']:g}" if "reward" in event.values else ""
-                texts.setdefault(event.values["given"], []).append(Output(label, tokens))
-        for masked_text, filled in texts.items():
-            outputs.setdefault(masked_text, []).extend(_subsample(filled))
-    examples = [Example(masked_text, filled) for masked_text, filled in outputs.items()]
+                key = event.values["given"], read_pictures(event)
+                texts.setdefault(key, []).append(Output(label, tokens))
+        for key, filled in texts.items():
+            outputs.setdefault(key, []).extend(_subsample(filled))
+    examples = [Example(text, filled, pictures=pictures) for (text, pictures), filled in outputs.items()]
     return [*([Examples(examples)] if examples else []), *plain[:MAX_SAMPLES_PER_TEXT]]
 
 
@@ -45,6 +47,13 @@ def read_tokens(event: RunEvent) -> tuple[Token, ...] | None:
         return join_tokens(columns) if isinstance(event.values["given"], str) else None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def read_pictures(event: RunEvent) -> tuple[str, ...]:
+    """Read the pictures of a sample event; none but images that are part of the page."""
+    pictures = event.values.get("pictures")
+    values = pictures if isinstance(pictures, list) else ()
+    return tuple(value for value in values if isinstance(value, str) and value.startswith("data:image/"))
 
 
 def join_tokens(columns: Iterable[tuple[str, int | None, float | None]]) -> tuple[Token, ...]:
