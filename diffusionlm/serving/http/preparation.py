@@ -69,7 +69,7 @@ class RequestPreparer:
         max_characters = max(map(len, tokenizer.vocab)) * max_length
         self.context = BodyContext(limits, model.vocab_size, max_length, max_characters)
         self._template = template
-        self._generation = suppress_ids_without_text(generation, tokenizer, model.vocab_size)
+        self._generation = suppress_ids_without_text(generation, tokenizer, model)
         self._get_healer = lru_cache(_KEPT_HEALERS)(partial(TokenHealer, tokenizer))
         resolve_settings(self._generation, model)
 

@@ -101,7 +101,7 @@ StartServer = Callable[..., RunningServer]
 def decoding_config(server: RunningServer, **values: Any) -> GenerationConfig:
     """The config of decoding that a request with these settings has."""
     settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
-    return suppress_ids_without_text(settings, server.tokenizer, server.model.config.vocab_size)
+    return suppress_ids_without_text(settings, server.tokenizer, server.model.config)
 
 
 @pytest.fixture(autouse=True)
