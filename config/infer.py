@@ -47,11 +47,16 @@ class InferInputConfig(Section):
     """Texts to continue; an empty text is valid."""
     prompts_file: ConfigPath | None = None
     """A file of inputs; "-": standard input. Text: one prompt per line. JSON lines: a string, or an object with
-    "prompt", "messages" (a chat) or "infill"; its other keys are copied to the answer. Blank lines are skipped."""
+    "prompt", "messages" (a chat) or "infill", or with both of these: an answer to the chat, with masked spans. Its
+    other keys are copied to the answer of the model. Blank lines are skipped."""
     prompts_format: Literal["text", "jsonl"] | None = None
     """Format of prompts_file. None: "jsonl" if its name ends in .jsonl, else "text"."""
     chats: TupleOf[str] = ()
     """User messages, each in a chat of its own, which the model answers."""
+    images: TupleOf[ConfigPath] = ()
+    """Image files that precede the text of each of `chats` or, in the interactive one, of the first message. With
+    `infills` each text is the answer to these images. In prompts_file, content parts of a message name images: {"type":
+    "image", "image": "PATH"}, a file below its folder."""
     interactive: bool = False
     """Chat in the terminal, instead of all other inputs."""
     system: str | None = None
@@ -75,6 +80,11 @@ class InferInputConfig(Section):
             raise ValueError(f'prompts_format = "{self.prompts_format}" needs prompts_file: add it, or remove this')
         if self.interactive and (self.prompts or self.prompts_file is not None or self.chats or self.infills):
             raise ValueError("interactive takes no prompts, prompts_file, chats or infills: remove them, or this")
+        if self.images and not (self.chats or self.infills or self.interactive):
+            raise ValueError(
+                "images (--image) belong to a chat or an infill: add --chat TEXT, or --chat alone for a chat in the "
+                "terminal"
+            )
         if self.system is not None and not self.chats and not self.interactive:
             raise ValueError(
                 "system has no effect without chats: add --chat TEXT; in a prompts_file write a message "

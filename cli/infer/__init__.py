@@ -18,6 +18,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --model DIR --chat "Why is the sky blue?" --max-new-tokens 128
   {NAME} --model DIR --prompt "The sky is " --choice blue --choice gray
   {NAME} --model DIR --chat        # a chat in the terminal
+  {NAME} --model DIR --image photo.jpg --chat "What is in the picture?"
   {NAME} --model DIR --prompts prompts.jsonl --output answers.jsonl --batch-size 32
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
 
@@ -95,6 +96,8 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     for name, (_, text) in _TEXTS.items():
         nargs = "?" if name == "chat" else None
         group.add_argument(f"--{name}", metavar="TEXT", action="append", default=[], nargs=nargs, help=text)
+    text = "this JPEG, PNG or WebP file precedes the text of each chat or infill; may be repeated"
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=text)
 
 
 def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
@@ -105,6 +108,8 @@ def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
         texts = [text for text in getattr(arguments, name) if text is not None]
         if texts:
             yield f"{key}={toml_strings(map(_unescape, texts))}"
+    if arguments.image:
+        yield f"input.images={toml_strings(arguments.image)}"
 
 
 def _unescape(text: str) -> str:

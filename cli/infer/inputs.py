@@ -9,7 +9,7 @@ import codecs
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from tokenizer import ChatTemplate, Tokenizer
 if TYPE_CHECKING:
     from diffusionlm.inference.healing import HealedText
     from diffusionlm.inference.requests import PreparedRequest
+    from diffusionlm.vision.processor import ImageProcessor
 
 InputKind = Literal["prompt", "chat", "infill"]
 
@@ -45,9 +46,11 @@ class Input:
     text: str = ""
     """Empty for a chat."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Messages of a chat."""
+    """Messages of a chat; of an infill those that its text answers, if there are any."""
     location: str = ""
     """File and line, for errors; empty if the input is from the config."""
+    folder: Path | None = None
+    """Where paths of images in the messages begin."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of its JSON line."""
 
@@ -62,7 +65,8 @@ class EncodedInput:
     text: str
     """The text of a prompt or an infill, the rendered template of a chat."""
     num_hidden: int
-    """Tokens at the beginning that are not displayed: the prefix of every text of the model, and all of a chat."""
+    """Tokens at the beginning that are not displayed: the prefix of every text of the model, and all of a chat before
+    its answer."""
     prepared: PreparedRequest
 
     @property
@@ -111,13 +115,20 @@ def read_inputs(config: InferInputConfig) -> list[Input]:
     if config.prompts_file is not None:
         inputs += _read_file(config.prompts_file, config.prompts_format)
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    inputs += [Input("chat", messages=(*system, {"role": "user", "content": text})) for text in config.chats]
-    inputs += [Input("infill", text) for text in config.infills]
+    inputs += [Input("chat", messages=(*system, build_question(text, config.images))) for text in config.chats]
+    images = (build_question("", config.images),) if config.images else ()
+    inputs += [Input("infill", text, images) for text in config.infills]
     if not inputs:
         raise ValueError(
             'no input: add --prompt "TEXT", --chat "TEXT", --infill "TEXT with [MASK:4]" or --prompts FILE'
         )
     return inputs
+
+
+def build_question(text: str, images: Sequence[Path]) -> dict[str, Any]:
+    """A user message with images before its text."""
+    parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts if images else text}
 
 
 def encode_inputs(
@@ -138,28 +149,32 @@ def encode_inputs(
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
         with prefix_errors(source.location):
-            text, encoded = _encode(source, builder)
+            text, encoded, num_hidden = _encode(source, builder)
         label = source.location or f"{source.kind} {counts[source.kind]} of {len(inputs)}"
         constraints = [constraint] * max(1, len(encoded.options.span_lengths)) if constraint is not None else []
         prepared = builder.prepare(encoded, seed + index, label, constraints=constraints)
-        num_hidden = len(builder.prefix_ids if source.kind != "chat" else prepared.token_ids)
         encoded_inputs.append(EncodedInput(source, counts[source.kind], text, num_hidden, prepared))
     return encoded_inputs
 
 
-def _encode(source: Input, builder: RequestBuilder) -> tuple[str, HealedText]:
-    """The text of an input, and its encoding."""
+def _encode(source: Input, builder: RequestBuilder) -> tuple[str, HealedText, int]:
+    """The text of an input, its encoding, and how many of its tokens are not displayed."""
     from diffusionlm.inference.healing import split_infill
+    from diffusionlm.vision.messages import split_images
     from tokenizer import render_chat
 
+    num_prefix_ids = len(builder.prefix_ids)
     if source.kind == "prompt":
-        return source.text, builder.encode_text(source.text)
-    if source.kind == "infill":
-        return source.text, builder.encode_spans(split_infill(source.text))
+        return source.text, builder.encode_text(source.text), num_prefix_ids
+    if not source.messages:
+        return source.text, builder.encode_spans(split_infill(source.text)), num_prefix_ids
     if builder.template is None:
         raise ValueError(NO_TEMPLATE)
-    text = render_chat(builder.template, source.messages, add_generation_prompt=True)
-    return text, builder.encode_chat(source.messages)
+    chat = builder.encode_chat(source.messages, folder=source.folder)
+    if source.kind == "infill":
+        return source.text, builder.encode_spans(split_infill(source.text), chat), len(chat.token_ids)
+    messages, _ = split_images(source.messages, source.folder)
+    return render_chat(builder.template, messages, add_generation_prompt=True), chat, len(chat.token_ids)
 
 
 def _read_file(path: Path, file_format: str | None) -> list[Input]:
@@ -176,13 +191,14 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
             if line.strip():
-                inputs.append(_parse_json(line, location) if is_json else Input("prompt", line, location=location))
+                source = _parse_json(line) if is_json else Input("prompt", line)
+                inputs.append(replace(source, location=location, folder=None if is_standard else path.parent))
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
 
 
-def _parse_json(line: str, location: str) -> Input:
+def _parse_json(line: str) -> Input:
     """The input of a line of a .jsonl file."""
     try:
         value = json.loads(line, parse_constant=_refuse_constant)
@@ -190,22 +206,20 @@ def _parse_json(line: str, location: str) -> Input:
         raise ValueError(f"is not JSON ({error})") from None
     values: Any = {"prompt": value} if isinstance(value, str) else value
     names = [key for key in _KEYS if isinstance(values, dict) and key in values]
-    if len(names) != 1:
+    if len(names) != 1 and names != ["messages", "infill"]:
         raise ValueError(
-            f'is {line[:60]}: expected a string, or an object with one of "prompt", "messages" and "infill"'
+            f'is {line[:60]}: expected a string, or an object with one of "prompt", "messages" and "infill", or with '
+            "the last two"
         )
-    [name] = names
-    content = values.pop(name)
-    if name == "messages":
-        if not _are_messages(content):
-            raise ValueError(
-                f'"messages" is {json.dumps(content)[:60]}: expected a list of objects such as '
-                '{"role": "user", "content": "..."}'
-            )
-        return Input("chat", messages=tuple(content), location=location, extra=values)
-    if not isinstance(content, str):
-        raise ValueError(f'"{name}" is {json.dumps(content)[:60]}: expected a string')
-    return Input(_KEYS[name], content, location=location, extra=values)
+    messages, text = values.pop("messages", ()), values.pop(names[-1], "")
+    if "messages" in names and not _are_messages(messages):
+        raise ValueError(
+            f'"messages" is {json.dumps(messages)[:60]}: expected a list of objects such as '
+            '{"role": "user", "content": "..."}'
+        )
+    if not isinstance(text, str):
+        raise ValueError(f'"{names[-1]}" is {json.dumps(text)[:60]}: expected a string')
+    return Input(_KEYS[names[-1]], text, tuple(messages), extra=values)
 
 
 def _refuse_constant(name: str) -> None:
@@ -238,12 +252,15 @@ def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]
     if output.file is not None and output.file == output.html:
         raise ValueError(f"output.file and output.html are both {output.file}: set two paths")
     inputs = read_inputs(config.input)
-    model, template = describe_model(config.model, config.input.chat_template)
+    model, template, processor = describe_model(config.model, config.input.chat_template)
     if config.input.interactive and template is None:
         raise ValueError(NO_TEMPLATE)
+    healing = config.input.token_healing
     builder = RequestBuilder.from_config(
-        model.tokenizer, model.config, config.generation, template, token_healing=config.input.token_healing
+        model.tokenizer, model.config, config.generation, template, token_healing=healing, processor=processor
     )
+    if config.input.interactive and config.input.images:
+        builder.encode_chat([build_question("", config.input.images)])  # refuses what cannot be read
     constraint = compile_constraint(config.constraint, model.tokenizer)
     encoded_inputs = encode_inputs(inputs, builder, config.input.seed, constraint)
     return builder, encoded_inputs
@@ -251,22 +268,25 @@ def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]
 
 def describe_model(
     config: InferModelConfig, chat_template: str | None, adapters: Sequence[Path] = ()
-) -> tuple[ModelDescription, ChatTemplate | None]:
-    """Read the files of a model and its adapters, except the weights; and its chat template, or the one of a name or
-    a file.
+) -> tuple[ModelDescription, ChatTemplate | None, ImageProcessor | None]:
+    """Read the files of a model and its adapters, except the weights; its chat template, or the one of a name or a
+    file; and its image processor, if it reads images.
 
     Raises:
         ValueError: a file is missing or wrong.
     """
+    from diffusionlm.vision.processor import load_processor
+
     assert config.path is not None
     model = read_model_description(config.path)
     check_weight_files(config.path)
     for path in (*adapters, *([] if config.adapter is None else [config.adapter])):
         read_adapter_config(path)
+    processor = None if model.config.vision is None else load_processor(model.directory)
     if chat_template is None:
-        return model, model.tokenizer.chat_template
+        return model, model.tokenizer.chat_template, processor
     with prefix_errors(f'chat_template = "{chat_template}"'):
-        return model, find_chat_template(chat_template, model.tokenizer)
+        return model, find_chat_template(chat_template, model.tokenizer), processor
 
 
 def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> TokenConstraint | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cli.infer.answers import Answer, answer_record, build_answers, build_page
-from cli.infer.inputs import EncodedInput
+from cli.infer.inputs import EncodedInput, build_question
 from cli.infer.terminal import LiveView, print_answer
 from config.infer import InferConfig, InferInputConfig
 from diffusionlm.inference.generate import decode, stream
@@ -24,6 +24,9 @@ from files.terminal_text import escape_control_characters, print_line
 from logger.console import ProgressMeter
 from logger.pages.html import render_html
 from tokenizer import Tokenizer
+
+IMAGE_COMMAND = "/image "
+"""In a chat in the terminal; the path of a file follows."""
 
 
 def answer(model: Transformer, builder: RequestBuilder, inputs: Sequence[EncodedInput], config: InferConfig) -> None:
@@ -84,7 +87,7 @@ def _decode_batch(
 
 def _write_lines(records: Sequence[Mapping[str, Any]], path: Path | None) -> None:
     """Append JSON lines to a file, or print them."""
-    lines = "".join(json.dumps(record) + "\n" for record in records)
+    lines = "".join(json.dumps(record, default=str) + "\n" for record in records)
     if path is None:
         print(lines, end="", flush=True)
     else:
@@ -94,26 +97,32 @@ def _write_lines(records: Sequence[Mapping[str, Any]], path: Path | None) -> Non
 
 def run_chat(model: Transformer, builder: RequestBuilder, config: InferInputConfig) -> None:
     """Read questions and print answers until the input ends (Ctrl-D). Ctrl-C ends an answer or, between answers, the
-    chat.
+    chat. ``/image FILE`` adds an image to the next question.
 
     A turn that fails, for example because the chat exceeds the model's context, is reported and dropped.
     """
     messages = [] if config.system is None else [{"role": "system", "content": config.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # lets input() edit lines
+    images = [*config.images]
     for number in count():
         question = _read_question()
         if question is None:
             print()
             return
-        turn_messages = [*messages, {"role": "user", "content": question}]
+        turn_messages = [*messages, build_question(question, images)]
         try:
+            if question.startswith(IMAGE_COMMAND):
+                path = Path(question.removeprefix(IMAGE_COMMAND).strip()).expanduser()
+                builder.encode_chat([build_question("", [path])])  # refuses what cannot be read
+                images.append(path)
+                continue
             prompt, seed = builder.encode_chat(turn_messages), config.seed + number
             answer = _print_answer(stream(model, builder.tokenizer, prompt, builder.settings.config, seed))
         except ValueError as error:
             print_line(f"failed; the conversation continues without this turn: {error}")
             continue
-        messages = [*turn_messages, {"role": "assistant", "content": answer}]
+        messages, images = [*turn_messages, {"role": "assistant", "content": answer}], []
 
 
 def _read_question() -> str | None:

@@ -98,6 +98,8 @@ class ServeSection(EngineLimits):
     """Largest number of prompts of a request."""
     max_choices: PositiveInt = 16
     """Largest `n` of a request."""
+    max_images: PositiveInt = 16
+    """Largest number of images of a chat. Each takes as many positions of the context as the processor gives it."""
     max_masked_spans: PositiveInt = 256
     """Largest number of masked spans of a request."""
     max_constraints: PositiveInt = 32
@@ -109,8 +111,9 @@ class ServeSection(EngineLimits):
     Deeper values are not written."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
-    max_body: PositiveBytes = ByteSize(4 << 20)
-    """Largest body of a request, as bytes or as a text; a larger one is refused (413)."""
+    max_body: PositiveBytes = ByteSize(16 << 20)
+    """Largest body of a request with its images, which base64 makes a third larger, as bytes or as a text; a larger one
+    is refused (413)."""
     max_header: PositiveBytes = ByteSize(1 << 16)
     """Largest request line and headers together, as bytes or as a text."""
     max_connections: PositiveInt = 1024

@@ -146,7 +146,7 @@ def expand_images(
             read.
     """
     text = text if isinstance(text, HealedText) else HealedText(tuple(text))
-    image_token_id, processor = _check_vision(model, processor)
+    image_token_id, processor = check_vision(model, processor)
     encoded = [_read_image(image, processor, f"image {number}") for number, image in enumerate(images)]
     token_ids, placed = expand_placeholders(text.token_ids, encoded, image_token_id)
     unhealed_ids, _ = expand_placeholders(
@@ -183,7 +183,7 @@ def check_images(model: ModelConfig, token_ids: Sequence[int] | NDArray[np.int64
     """
     images = options.images
     if images:
-        _check_vision(model, options.processor)
+        check_vision(model, options.processor)
     if model.image_token_id is None:
         return
     is_free_L = np.array(token_ids, dtype=np.int64) == model.image_token_id
@@ -203,7 +203,7 @@ def check_images(model: ModelConfig, token_ids: Sequence[int] | NDArray[np.int64
         )
 
 
-def _check_vision(model: ModelConfig, processor: ImageProcessor | None) -> tuple[int, ImageProcessor]:
+def check_vision(model: ModelConfig, processor: ImageProcessor | None) -> tuple[int, ImageProcessor]:
     """Check that a model reads images as a processor divides them. Returns the id of the placeholder, and it."""
     if model.vision is None or model.image_token_id is None:
         raise ValueError(

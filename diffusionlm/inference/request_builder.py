@@ -12,6 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
-from diffusionlm.inference.images import check_images, expand_images
+from diffusionlm.inference.images import check_images, check_vision, expand_images
 from diffusionlm.inference.requests import (
     DEFAULT_OPTIONS,
     DecodingBlock,
@@ -32,7 +33,8 @@ from diffusionlm.inference.requests import (
 )
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_read_settings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-from diffusionlm.vision.messages import IMAGE_TOKENS, split_images
+from diffusionlm.vision.images import EncodedImage
+from diffusionlm.vision.messages import IMAGE_TOKENS, locate_images, split_images
 from diffusionlm.vision.processor import ImageProcessor
 from files.usage_error import prefix_errors
 from tokenizer import ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt
@@ -42,10 +44,12 @@ SCORED_TOKENS = 64
 """Tokens of a known text that a forward of an autoregressive model scores."""
 
 
-def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
-    """Suppress the ids of the model that the tokenizer does not have: padding of the embedding and unused ids."""
-    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    ids_without_text = [token for token in range(vocab_size) if token not in ids_with_text]
+def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, model: ModelConfig) -> GenerationConfig:
+    """Suppress the ids of the model that the tokenizer does not have (padding of the embedding, unused ids), and those
+    around an image, which a later message of a chat could not repeat."""
+    image_ends = {model.vision_start_token_id, model.vision_end_token_id}
+    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()} - image_ends
+    ids_without_text = [token for token in range(model.vocab_size) if token not in ids_with_text]
     return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
 
 
@@ -84,7 +88,7 @@ class RequestBuilder:
         Raises:
             ValueError: the config does not fit the model.
         """
-        settings = resolve_settings(suppress_ids_without_text(config, tokenizer, model.vocab_size), model)
+        settings = resolve_settings(suppress_ids_without_text(config, tokenizer, model), model)
         excluded_token_ids = {*settings.forbidden_token_ids, *settings.stop_token_ids}
         healer = TokenHealer(tokenizer, excluded_token_ids) if token_healing else None
         return cls(tokenizer, settings, template, healer, processor)
@@ -134,6 +138,7 @@ class RequestBuilder:
         *,
         has_prompt: bool = True,
         continues_answer: bool = False,
+        folder: Path | None = None,
     ) -> HealedText:
         """Encode a chat whose next answer is to be decoded. It is not healed: templates end with a whole token. The
         ends of its earlier answers are found only if the settings count blocks from turns.
@@ -144,13 +149,19 @@ class RequestBuilder:
             variables: of the template.
             has_prompt: the template writes the beginning of an answer.
             continues_answer: the last message is the beginning of the answer.
+            folder: where paths of images begin. None: the messages name none.
 
         Raises:
             ValueError: the template rejects the chat, it has images and the model reads none, or an image is wrong.
         """
         assert self.template is not None, "callers check that there is a template"
-        messages, images = split_images(messages)
-        tokenizer = _read_placeholders(self.tokenizer) if images else self.tokenizer
+        places = locate_images(messages)
+        messages, files = split_images(messages, folder)
+        tokenizer, images = self.tokenizer, list[EncodedImage]()
+        if files:
+            _, processor = check_vision(self.settings.model, self.processor)
+            images = [processor.read_image(file, place) for file, place in zip(files, places, strict=True)]
+            tokenizer = _read_placeholders(tokenizer)
         options: dict[str, Any] = {"tools": tools, **(variables or {})}
         token_ids: Sequence[int]
         prefix_ids, ends = tuple(self.tokenizer.encode(answer_prefix)), tuple[int, ...]()

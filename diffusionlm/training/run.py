@@ -209,6 +209,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
             state.model.config,
             world,
             is_collective=config.parallel.decodes_together,
+            processor=processor,
         ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(

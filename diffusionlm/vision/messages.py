@@ -84,6 +84,17 @@ def split_images(messages: Sequence[Message], folder: Path | None = None) -> tup
     return split, images
 
 
+def locate_images(messages: Sequence[Message]) -> list[str]:
+    """Return the places of the images that `split_images` finds, such as ``messages[0].content[1]``."""
+    return [
+        f"messages[{number}].content[{index}]"
+        for number, message in enumerate(messages)
+        if _is_list(message.get("content"))
+        for index, part in enumerate(message["content"])
+        if _read_text(part) is None
+    ]
+
+
 def place_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
     """Put the images of a record into its messages, as content parts for `split_images`.
 

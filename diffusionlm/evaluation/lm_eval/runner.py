@@ -174,7 +174,7 @@ class RequestRunner:
             ValueError: they do not fit the model.
         """
         if config not in self._settings:
-            complete = suppress_ids_without_text(config, self.tokenizer, self.model.config.vocab_size)
+            complete = suppress_ids_without_text(config, self.tokenizer, self.model.config)
             self._settings[config] = resolve_settings(complete, self.model.config)
         return self._settings[config]
 

@@ -33,6 +33,7 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood, ignore_progress
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.processor import ImageProcessor
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
@@ -142,13 +143,11 @@ def _score_items(
 
 def _build_options(task: PreparedItems, config: LikelihoodTask, item: TaskItem) -> OptionsRequest:
     options = config.list_options(item)
-    pairs = task.encode_options(item, options)
+    context, continuations = task.encode_options(item, options)
     # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
     key = draw_seed(0, f"{task.name} {item.id}", 0)
-    continuations = tuple(pair.continuation_ids for pair in pairs)
-    return OptionsRequest(
-        pairs[0].context_ids, continuations, key, divisors=tuple(config.list_divisors(options).values())
-    )
+    divisors = tuple(config.list_divisors(options).values())
+    return OptionsRequest(context.token_ids, continuations, key, divisors=divisors, context_options=context.options)
 
 
 def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress) -> ItemResult:
@@ -250,10 +249,12 @@ class LiveEvaluation:
         world: World = SINGLE_PROCESS,
         *,
         is_collective: bool = False,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Read the items and encode their prompts.
 
         Args:
+            processor: of images in items; None: the model reads none.
             is_collective: the model's forwards are collective, so every rank computes all answers; otherwise each
                 computes its share.
 
@@ -264,7 +265,7 @@ class LiveEvaluation:
         self.tasks: list[PreparedItems] = []
         for index, task in enumerate(config.tasks):
             with prefix_errors(f"evaluation.tasks.{index}"):
-                self.tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
+                self.tasks.append(prepare_items(task, read_task_items(task), tokenizer, model, processor))
 
     def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
         """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call

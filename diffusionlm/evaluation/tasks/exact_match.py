@@ -60,7 +60,7 @@ class ExactMatchTask(GenerationTask, ItemTask):
         from diffusionlm.data.chat.formats import ChatRowParser
         from diffusionlm.data.sources.record_source import BadRecord
 
-        conversation = ChatRowParser(self.chat)(record)
+        conversation = ChatRowParser(self.chat)(record, None if self.data is None else self.data.parent)
         if isinstance(conversation, BadRecord):
             raise ValueError(f"{conversation.reason} ({conversation.detail}): correct the file")
         return _to_item(conversation.up_to_answer())

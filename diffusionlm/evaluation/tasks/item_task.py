@@ -35,6 +35,8 @@ class TaskItem:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt, if it is a conversation and not made from a template."""
     tools: tuple[Any, ...] | None = None
+    images: tuple[Mapping[str, Any], ...] = ()
+    """Content parts of the record's ``image`` or ``images``, for a question that is made from a template."""
     group: str = ""
     """Items of a group have metrics of their own."""
     id: str = ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from diffusionlm.data.chat.conversation import identify_images
 from diffusionlm.data.sources.file_formats import read_json_records, read_parquet_records
 from diffusionlm.data.sources.local_files import detect_format
 from diffusionlm.data.sources.record_source import BadRecord
@@ -47,7 +48,8 @@ def read_items_of_file(task: ItemTask, path: Path) -> Iterator[TaskItem]:
         with prefix_errors(f"{place}: item {item_id!r}"):
             json.dumps(record, ensure_ascii=False, default=str).encode()  # refuses half of a character
             item = task.parse_item(record)
-        yield replace(item, id=item_id, fields={**record, **item.fields})
+            images = () if item.messages else _read_images(record, path.parent)
+        yield replace(item, id=item_id, fields={**record, **item.fields}, images=images)
 
 
 def select_items(items: list[TaskItem], task: ItemTask) -> list[TaskItem]:
@@ -103,6 +105,19 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         raise ValueError(f"{path}: {error}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _read_images(record: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """The images of a record as content parts: its ``images``, or its ``image``.
+
+    Raises:
+        ValueError: one is neither a path below the folder, nor a data URL, nor bytes.
+    """
+    values = record.get("image") if record.get("images") is None else record["images"]
+    images = values if isinstance(values, list) else [values] * (values is not None)
+    parts = [{"type": "image", "image": image} for image in images]
+    [message] = identify_images([{"role": "user", "content": parts}], folder)
+    return tuple(message["content"])
 
 
 def _read_id(record: Mapping[str, Any], number: int, task: ItemTask, place: str) -> str:

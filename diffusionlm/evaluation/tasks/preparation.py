@@ -18,6 +18,7 @@ from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.prompts import PreparedItems
 from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model
+from diffusionlm.vision.processor import ImageProcessor, load_processor
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
 
@@ -79,20 +80,29 @@ def _prepare_task(task: AnyTask, model: ModelDescription, model_config: InferMod
         if isinstance(task, PerplexityTask):
             config = EvalConfig(model=model_config, data=task.text_config, likelihood=task.likelihood)
             return PreparedText(task.name or task.kind, task, OpenedText(config, model))
-        return prepare_items(task, read_task_items(task), model.tokenizer, model.config)
+        processor = None if model.config.vision is None else load_processor(model.directory)
+        return prepare_items(task, read_task_items(task), model.tokenizer, model.config, processor)
 
 
 def prepare_items(
-    task: AnyItemTask, items: Sequence[TaskItem], tokenizer: Tokenizer, model: ModelConfig
+    task: AnyItemTask,
+    items: Sequence[TaskItem],
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    processor: ImageProcessor | None = None,
 ) -> PreparedItems:
     """Check the items and prompts of a task against a model.
+
+    Args:
+        processor: of images in items; None: the model reads none.
 
     Raises:
         ValueError: code would be executed without ``run_code``, an item cannot be graded, repeats would be equal, there
             is no chat template, the settings do not fit the model, or a prompt does not fit its context; names the
             item.
     """
-    prepared = PreparedItems(task, items, tokenizer, model)
+    prepared = PreparedItems(task, items, tokenizer, model, processor)
+    is_chat = prepared.chat_template is not None and not (isinstance(task, GenerationTask) and task.fills_masks)
     # The settings are resolved here, so that no item is blamed for them.
     if isinstance(task, GenerationTask) and not prepared.requests.settings.is_random and task.repeats > 1:
         raise ValueError(
@@ -102,11 +112,16 @@ def prepare_items(
     answers = AnswerBuilder(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
         with prefix_errors(f"{task.data or 'source'}: item {item.id!r}"):
+            if item.images and not is_chat:
+                raise ValueError(
+                    'it has images, which only chats have: set prompt.format = "chat", or remove image and images'
+                )
             if isinstance(task, GenerationTask):
                 task.check_item(item)
                 prepared.build_request(item, 0)
             else:
                 assert answers is not None
-                for index, pair in enumerate(prepared.encode_options(item, task.list_options(item))):
-                    answers.build(pair.context_ids, pair.continuation_ids, f"option {index}")
+                context, continuations = prepared.encode_options(item, task.list_options(item))
+                for index, token_ids in enumerate(continuations):
+                    answers.build(context.token_ids, token_ids, f"option {index}", context.options)
     return prepared

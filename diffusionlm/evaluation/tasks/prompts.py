@@ -12,14 +12,18 @@ from typing import Any
 
 from config.evaluation.tasks import AnyItemTask
 from config.model import ModelConfig
+from diffusionlm.data.chat.conversation import describe_images
 from diffusionlm.data.chat.templates import resolve_chat_template
-from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
+from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_items_of_file
 from diffusionlm.inference.healing import HealedText, split_infill
+from diffusionlm.inference.images import expand_images
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.vision.messages import place_images, split_images
+from diffusionlm.vision.processor import ImageProcessor, RawImage
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
 
 
@@ -51,7 +55,14 @@ def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
 class PreparedItems:
     """The items of a task, and their prompts for a model: texts, or chats if there is a template of these."""
 
-    def __init__(self, task: AnyItemTask, items: Sequence[TaskItem], tokenizer: Tokenizer, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        task: AnyItemTask,
+        items: Sequence[TaskItem],
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        processor: ImageProcessor | None = None,
+    ) -> None:
         """Find the chat template, and read the examples.
 
         Raises:
@@ -67,7 +78,7 @@ class PreparedItems:
         )
         path = self.prompt.shots_data
         self._examples = [] if path is None else list(read_items_of_file(task, path))
-        self._tokenizer, self._model = tokenizer, model
+        self._tokenizer, self._model, self._processor = tokenizer, model, processor
         self._encoder = PairEncoder(tokenizer, model)
 
     @cached_property
@@ -78,8 +89,9 @@ class PreparedItems:
             ValueError: the settings do not fit the model.
         """
         assert isinstance(self.config, GenerationTask), "a likelihood task decodes nothing"
+        config = self.config.resolve_length()
         return RequestBuilder.from_config(
-            self._tokenizer, self._model, self.config.resolve_length(), self.chat_template
+            self._tokenizer, self._model, config, self.chat_template, processor=self._processor
         )
 
     def text(self, item: TaskItem) -> str:
@@ -102,12 +114,12 @@ class PreparedItems:
             return [dict(message) for message in item.messages]
         system = [] if self.prompt.system is None else [{"role": "system", "content": self.prompt.system}]
         if self.prompt.shots_as == "text":
-            return [*system, {"role": "user", "content": self._join_examples(item)}]
+            return [*system, _build_message(self._join_examples(item), *self.select_shots(item), item)]
         turns = []
         for shot in self.select_shots(item):
-            turns.append({"role": "user", "content": self._question(shot)})
+            turns.append(_build_message(self._question(shot), shot))
             turns.append({"role": "assistant", "content": self._answer(shot)})
-        return [*system, *turns, {"role": "user", "content": self._question(item)}]
+        return [*system, *turns, _build_message(self._question(item), item)]
 
     def answer_prefix(self, item: TaskItem) -> str:
         """The text that the answer begins with."""
@@ -143,25 +155,33 @@ class PreparedItems:
             prompt = self.requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
         return self.requests.prepare(prompt, draw_seed(self.config.seed, item.id, repeat), f"item {item.id!r}")
 
-    def encode_options(self, item: TaskItem, options: Sequence[str]) -> list[EncodedPair]:
-        """Encode a prompt with each of its possible continuations.
+    def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[HealedText, tuple[tuple[int, ...], ...]]:
+        """Encode a prompt, with its images, and its possible continuations.
 
         Raises:
-            ValueError: a field is missing, or the chat template rejects the chat.
+            ValueError: a field is missing, the chat template rejects the chat, or an image cannot be read.
         """
+        files: list[RawImage] = []
         if self.chat_template is None:
             text, delimiter = self.text(item), self.delimiter
         else:
-            chat = render_chat(self.chat_template, self.messages(item), add_generation_prompt=True)
+            messages, files = split_images(self.messages(item))
+            chat = render_chat(self.chat_template, messages, add_generation_prompt=True)
             text, delimiter = chat + self.answer_prefix(item), ""
-        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options]
+        pairs = [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options]
+        context = HealedText(pairs[0].context_ids)
+        if files:
+            context = expand_images(context, files, self._processor, self._model)
+        return context, tuple(pair.continuation_ids for pair in pairs)
 
     def hash_prompt(self, item: TaskItem) -> str:
         """SHA-256 of the prompt: of the text, or of the chat and the beginning of the answer as JSON."""
         if self.chat_template is None:
             text = self.text(item)
         else:
-            text = json.dumps([self.messages(item), item.tools, self.answer_prefix(item)], ensure_ascii=False)
+            text = json.dumps(
+                [describe_images(self.messages(item)), item.tools, self.answer_prefix(item)], ensure_ascii=False
+            )
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
     def _join_examples(self, item: TaskItem) -> str:
@@ -174,6 +194,20 @@ class PreparedItems:
 
     def _answer(self, item: TaskItem) -> str:
         return fill_template(self.answer_template, item.fields, "prompt.answer_template")
+
+
+def _build_message(text: str, *items: TaskItem) -> dict[str, Any]:
+    """A user message with the images of items: where the text has ``<image>``, else before it.
+
+    Raises:
+        ValueError: the text has more or fewer marks than there are images.
+    """
+    message: dict[str, Any] = {"role": "user", "content": text}
+    parts = [part for item in items for part in item.images]
+    if not parts:
+        return message
+    [placed], images = place_images([message], [part["image"] for part in parts]), iter(parts)
+    return {**message, "content": [next(images) if part["type"] == "image" else part for part in placed["content"]]}
 
 
 def _find_chat_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -43,6 +43,7 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from diffusionlm.evaluation.text_likelihood import OnProgress, ignore_progress
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.vision.processor import JOINT_PROCESSOR_FILE, PROCESSOR_FILE
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
 from files.lock import lock_directory
@@ -60,6 +61,8 @@ CONFIG_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    PROCESSOR_FILE,
+    JOINT_PROCESSOR_FILE,
 )
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
@@ -94,9 +92,7 @@ class Choice:
             )
             for count in self._num_repeated
         ]
-        if index >= call.num_choices:
-            for token in np.delete(self.prepared.canvas_L, self.prepared.masked_positions).tolist():
-                self.spans[0].push(token)  # the first one has no log-probability if outputs are shifted
+        self._is_scored_prompt = index >= call.num_choices
         self.finish_reason: str | None = None
         self.state: RequestState | None = None
         self.arrivals: list[float] = []
@@ -137,6 +133,9 @@ class Choice:
             self.arrivals.append(time.monotonic())
         for number in range(self._num_read, len(state.token_ids)):
             span = self.spans[bisect_right(self._span_ends[:-1], number)]
+            if self._is_scored_prompt:
+                for token in self._unscored_tokens_before(number):
+                    span.push(token)
             top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
             span.push(state.token_ids[number], state.logprobs[number], top_logprobs)
             if number + 1 in self._span_ends:
@@ -150,6 +149,15 @@ class Choice:
                 span.finish()
             is_stopped = self.spans[-1].is_stopped
             self.finish_reason = "stop" if is_stopped else state.generation.finish_reason
+
+    def _unscored_tokens_before(self, number: int) -> list[int]:
+        """Tokens of a prompt without a log-probability, between two scored ones: those of images and, if outputs are
+        shifted, the first one."""
+        positions = self.prepared.masked_positions
+        tokens: list[int] = self.prepared.canvas_L[
+            positions[number - 1] + 1 if number else 0 : positions[number]
+        ].tolist()
+        return tokens
 
     def take_new(self) -> list[TextPiece]:
         """Return the text that may be sent and was not yet."""

@@ -236,6 +236,7 @@ class ServerApp:
             "max_model_len": preparer.model.max_position_embeddings,
             "block_length": preparer.model.block_length,
             "has_chat": preparer.has_chat,
+            "has_vision": preparer.context.has_vision,
         }
 
     def _log(self, scope: Scope, context: RequestContext) -> None:

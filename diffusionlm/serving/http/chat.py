@@ -14,7 +14,7 @@ from config.base import Section
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.serving.http.answers import Choice, PreparedCall, ServedAnswer, TextPiece
-from diffusionlm.serving.http.bodies import MAX_TOP_LOGPROBS, GenerationBody, check_text
+from diffusionlm.serving.http.bodies import MAX_TOP_LOGPROBS, GenerationBody, check_limit, check_text, context_of
 from diffusionlm.serving.http.wire import shorten
 from tokenizer import CHAT_TEMPLATES, Tokenizer, encode_answer, encode_chat
 from tokenizer.tool_calls import CallPiece, ToolCallParser
@@ -25,14 +25,40 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 _PLAIN_KEYS = frozenset(("$schema", "title", "description", "type", "required", "properties"))
 
 
-def _join_parts(value: Any) -> Any:
-    """The text of a message; parts of a text are joined."""
-    if not isinstance(value, list):
-        return value
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError('each part must be {"type": "text", "text": "..."}: only text is supported')
-    return "".join(texts)  # type: ignore[arg-type]
+class ImageUrl(Section):
+    """``image_url`` of a `ContentPart`."""
+
+    url: str
+    detail: Literal["auto", "high"] = "auto"
+    """Without effect: the model's options decide on the size of an image."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        if not url.startswith("data:"):
+            raise ValueError("this server fetches nothing: send the file itself, as data:image/png;base64,...")
+        return url
+
+
+class ContentPart(Section):
+    """A part of a message: a text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self, info: ValidationInfo) -> Self:
+        if getattr(self, self.type) is None or None not in (self.text, self.image_url):
+            raise ValueError('must be {"type": "text", "text": "..."} or {"type": "image_url", "image_url": {...}}')
+        if self.image_url is not None and not context_of(info).has_vision:
+            raise ValueError("this model reads no images: remove it, or serve a model with vision")
+        return self
+
+
+def _check_parts(parts: list[ContentPart], info: ValidationInfo) -> list[ContentPart]:
+    check_text("".join(part.text or "" for part in parts), info)
+    return parts
 
 
 def _parse_arguments(value: Any, info: ValidationInfo) -> Any:
@@ -62,7 +88,11 @@ class ChatMessage(Section):
     """A message of a chat. What is empty of other fields is ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(check_text)]
+    content: Annotated[
+        list[ContentPart],
+        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
+        AfterValidator(_check_parts),
+    ]
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -83,10 +113,16 @@ class ChatMessage(Section):
                 raise ValueError(f"{key} belongs to a message of role {role}, and this one is of role {self.role}")
         return self
 
+    @property
+    def num_images(self) -> int:
+        return sum(part.image_url is not None for part in self.content)
+
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        role = "system" if self.role == "developer" else self.role
-        return self.model_dump(exclude_none=True) | {"role": role}
+        """The message as chat templates read it, and its parts if there are images among them."""
+        values = self.model_dump(exclude_none=True)
+        if not self.num_images:
+            values["content"] = "".join(part.text or "" for part in self.content)
+        return values | {"role": "system" if self.role == "developer" else self.role}
 
 
 class ToolFunction(Section):
@@ -138,6 +174,12 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+
+    @field_validator("messages")
+    @classmethod
+    def _check_images(cls, messages: list[ChatMessage], info: ValidationInfo) -> list[ChatMessage]:
+        check_limit(sum(message.num_images for message in messages), info, key="max_images")
+        return messages
 
     @field_validator("tools")
     @classmethod

@@ -124,7 +124,7 @@ async def read_content(service: Service, request: Request) -> bytes:
     if content_type != "application/json":
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
     max_bytes, length, body = service.limits.max_body, request.headers.get("content-length", ""), bytearray()
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes (serve.max_body)", code="body_too_large")
     if length.isdigit() and int(length[:18]) > max_bytes:
         raise too_large
     async with service.upload():

@@ -37,6 +37,7 @@ from diffusionlm.serving.http.bodies import NUM_SEEDS, GenerationBody
 from diffusionlm.serving.http.chat import ChatBody
 from diffusionlm.serving.http.completions import CompletionBody
 from diffusionlm.serving.http.wire import ApiError, BodyContext, parse_body, to_refusal
+from diffusionlm.vision.processor import ImageProcessor
 from tokenizer import ChatTemplate, Tokenizer
 from tokenizer.tool_calls import ToolCallFormat, find_tool_call_format
 
@@ -52,6 +53,7 @@ class RequestPreparer:
         template: of chats; None: the checkpoint has none.
         generation: settings of what a request leaves open.
         names: of the model, then of its adapters.
+        processor: of images in chats; None: the model reads none.
     """
 
     def __init__(
@@ -62,14 +64,15 @@ class RequestPreparer:
         generation: GenerationConfig,
         limits: ServeSection,
         names: Sequence[str],
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self.names = tuple(names)
         max_length = model.max_position_embeddings
         max_characters = max(map(len, tokenizer.vocab)) * max_length
-        self.context = BodyContext(limits, model.vocab_size, max_length, max_characters)
-        self._template = template
-        self._generation = suppress_ids_without_text(generation, tokenizer, model.vocab_size)
+        self.context = BodyContext(limits, model.vocab_size, max_length, max_characters, processor is not None)
+        self._template, self._processor = template, processor
+        self._generation = suppress_ids_without_text(generation, tokenizer, model)
         self._get_healer = lru_cache(_KEPT_HEALERS)(partial(TokenHealer, tokenizer))
         resolve_settings(self._generation, model)
 
@@ -106,7 +109,7 @@ class RequestPreparer:
         is_healed = self.limits.token_healing if body.token_healing is None else body.token_healing
         excluded_token_ids = frozenset((*settings.forbidden_token_ids, *settings.stop_token_ids))
         healer = self._get_healer(excluded_token_ids) if is_healed and body.can_be_healed else None
-        return RequestBuilder(self.tokenizer, settings, self._template, healer)
+        return RequestBuilder(self.tokenizer, settings, self._template, healer, self._processor)
 
     def prepare(self, body: Body, cache_salt: str) -> PreparedCall[Body]:
         """
@@ -166,6 +169,8 @@ class RequestPreparer:
             options = RequestOptions(
                 num_top_logprobs=num_top,
                 segment_starts=text.options.segment_starts,
+                images=text.options.images,
+                processor=text.options.processor,
                 repeated_bytes=(b"" if start == data else start,),
                 **owner,
             )

@@ -153,6 +153,8 @@ class BodyContext:
     """Tokens of the model's context."""
     max_characters: int
     """No text that fits the context has more."""
+    has_vision: bool
+    """Chats may have images."""
 
 
 Body = TypeVar("Body", bound=Section)
@@ -217,6 +219,8 @@ def to_refusal(error: ValueError, kind: type[Section], keys: Collection[str]) ->
         elif param:
             field = f"{param} = {shorten(repr(value))}" if isinstance(value, str | int | float | bool) else param
             message = f"{field}: {message}"
+    elif place := re.match(r"messages(\[\d+\]\.content)?\[\d+\](?=: )", message):
+        param = place[0]
     if "max_position_embeddings" in message:
         param, code = param or text_key, "context_length_exceeded"
     return ApiError(400, message, param=param or find_key(message, keys) or text_key, code=code)

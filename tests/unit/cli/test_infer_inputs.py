@@ -49,8 +49,8 @@ def test_the_order_is_prompts_file_chats_infills(tmp_path: Path) -> None:
     assert read_inputs(config) == [
         Input("prompt", "one"),
         Input("prompt", ""),
-        Input("prompt", " two ", location=f"{path}:1"),
-        Input("prompt", "\u2028three\\n", location=f"{path}:4"),
+        Input("prompt", " two ", location=f"{path}:1", folder=tmp_path),
+        Input("prompt", "\u2028three\\n", location=f"{path}:4", folder=tmp_path),
         Input("chat", messages=({"role": "system", "content": "be"}, {"role": "user", "content": "hi"})),
         Input("infill", "[MASK:1]"),
     ]
@@ -60,10 +60,10 @@ def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     data = b'"a\\nb"\n{"prompt": "", "id": 3}\n\n{"messages": [{"role": "user", "content": "x"}]}\n{"infill": "y"}'
     assert read_inputs(written(path, data)) == [
-        Input("prompt", "a\nb", location=f"{path}:1"),
-        Input("prompt", "", location=f"{path}:2", extra={"id": 3}),
-        Input("chat", messages=({"role": "user", "content": "x"},), location=f"{path}:4"),
-        Input("infill", "y", location=f"{path}:5"),
+        Input("prompt", "a\nb", location=f"{path}:1", folder=tmp_path),
+        Input("prompt", "", location=f"{path}:2", folder=tmp_path, extra={"id": 3}),
+        Input("chat", messages=({"role": "user", "content": "x"},), location=f"{path}:4", folder=tmp_path),
+        Input("infill", "y", location=f"{path}:5", folder=tmp_path),
     ]
 
 

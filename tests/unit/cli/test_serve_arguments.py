@@ -19,6 +19,8 @@ from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.http.server import ApiServer
+from diffusionlm.vision.processor import save_processor
+from tests.image_chats import MODEL_KEYS, PROCESSOR, TOKENIZER
 from tests.unit.cli.conftest import Fails, MakeDirectory
 from tests.unit.serving.test_adapters import write_adapter
 from tokenizer import CHAT_TEMPLATES, ChatTemplate
@@ -44,8 +46,19 @@ def test_a_chat_template_of_a_name_or_a_file(make_directory: MakeDirectory, tmp_
     (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
     for name, expected in (("qwen3", CHAT_TEMPLATES["qwen3"]), (str(tmp_path / "t.jinja"), None)):
         config = load_config(ServeConfig, None, [f"model.path='{model}'", f"serve.chat_template='{name}'"])
-        _, template = describe_model(config.model, config.serve.chat_template)
+        _, template, _ = describe_model(config.model, config.serve.chat_template)
         assert template == (expected or ChatTemplate(source, {"eos_token": "<|endoftext|>"}))
+
+
+def test_a_model_with_vision_reads_images_as_its_directory_says(fails: Fails, make_directory: MakeDirectory) -> None:
+    model = make_directory(TOKENIZER, **MODEL_KEYS)
+    assert "has no preprocessor_config.json" in fails(main, "--model", model)
+    save_processor(PROCESSOR, model)
+    for path, has_vision in ((model, True), (make_directory(), False)):
+        preparer, _, bound = prepare(load_config(ServeConfig, None, [f"model.path='{path}'", "serve.port=0"]))
+        bound.close()
+        assert preparer.context.has_vision == has_vision
+        assert preparer._processor == (PROCESSOR if has_vision else None)
 
 
 @pytest.mark.parametrize(("text", "size"), [("12", 12), ("2kB", 2000), ("1.5 GiB", 3 << 29), ("1TB", 10**12)])

@@ -10,6 +10,7 @@ from config.generation import GenerationConfig
 from diffusionlm.inference.healing import encode_pieces, split_infill
 from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.inference.text import AnswerText, AnswerToken, token_texts
+from tests.conftest import MakeConfig
 from tokenizer import Tokenizer, train_bpe
 
 
@@ -42,10 +43,11 @@ def test_no_span_and_no_mask_token(tokenizer: Tokenizer) -> None:
         list(encode_pieces(plain, split_infill("[MASK:1]")).token_ids)
 
 
-def test_ids_without_text_are_suppressed(tokenizer: Tokenizer) -> None:
+def test_ids_without_text_are_suppressed(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
     size, config = tokenizer.vocab_size, GenerationConfig(suppress_token_ids=(2,))
-    assert suppress_ids_without_text(config, tokenizer, size) == config
-    assert suppress_ids_without_text(config, tokenizer, size + 2).suppress_token_ids == (2, size, size + 1)
+    assert suppress_ids_without_text(config, tokenizer, make_config(vocab_size=size)) == config
+    model = make_config(vocab_size=size + 2, vision_start_token_id=5, vision_end_token_id=7)
+    assert suppress_ids_without_text(config, tokenizer, model).suppress_token_ids == (2, 5, 7, size, size + 1)
 
 
 def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(tokenizer: Tokenizer) -> None:

@@ -81,17 +81,18 @@ def test_encoded_prompts(build: Build, make_config: MakeConfig) -> None:
     task, [item, *_] = build()
     assert task.build_request(item, 0).token_ids == list(encoder.encode("Question: 0 + 1?\nAnswer:"))
     assert task.hash_prompt(item) == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
-    pairs = task.encode_options(item, ["1", "two"])
-    assert [pair.continuation_ids for pair in pairs] == [
+    context, continuations = task.encode_options(item, ["1", "two"])
+    assert context.token_ids == encoder.encode("Question: 0 + 1?\nAnswer:")
+    assert continuations == tuple(
         encoder.encode_pair("Question: 0 + 1?\nAnswer:", f" {text}").continuation_ids for text in ("1", "two")
-    ]
+    )
 
     task, [item, *_] = build(format="chat", chat_template="chatml", answer_prefix="It is ")
     messages = task.messages(item)
     expected = encode_chat(tokenizer, CHAT_TEMPLATES["chatml"], messages, add_generation_prompt=True)
     assert task.build_request(item, 0).token_ids == expected + tokenizer.encode("It is ")
-    pairs = task.encode_options(item, ["1"])
-    text = tokenizer.decode([*pairs[0].context_ids, *pairs[0].continuation_ids])
+    context, [continuation] = task.encode_options(item, ["1"])
+    text = tokenizer.decode([*context.token_ids, *continuation])
     assert text.endswith("It is 1")
 
 

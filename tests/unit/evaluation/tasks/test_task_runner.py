@@ -200,7 +200,7 @@ def test_a_report_has_the_items_of_the_results(run_tasks: Any, tmp_path: Path) -
     assert len(variant.items) == variant.result.num_items == 2
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json", "preprocessor_config.json"])
 def test_a_changed_byte_in_the_middle_changes_the_fingerprint(name: str, tmp_path: Path) -> None:
     for folder in ("a", "b", "copy"):
         (tmp_path / folder).mkdir()

@@ -28,7 +28,9 @@ from diffusionlm.serving.http.access import ApiKeys, bind_socket
 from diffusionlm.serving.http.preparation import RequestPreparer
 from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service
+from diffusionlm.vision.processor import ImageProcessor
 from tests.conftest import MakeModel
+from tests.image_chats import MODEL_KEYS, PROCESSOR, TOKENIZER
 from tokenizer import CHAT_TEMPLATES, Tokenizer, train_bpe
 
 TEXT = "the cat sat on the mat. the dog sat on the cat, and the mat was flat.\n" * 4
@@ -101,7 +103,7 @@ StartServer = Callable[..., RunningServer]
 def decoding_config(server: RunningServer, **values: Any) -> GenerationConfig:
     """The config of decoding that a request with these settings has."""
     settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
-    return suppress_ids_without_text(settings, server.tokenizer, server.model.config.vocab_size)
+    return suppress_ids_without_text(settings, server.tokenizer, server.model.config)
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,8 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
     def start(
         model: Transformer = served_model,
         *,
+        tokenizer: Tokenizer = words,
+        processor: ImageProcessor | None = None,
         template: Any = CHAT_TEMPLATES["chatml"],
         keys: tuple[str, ...] = (),
         generation: GenerationConfig | None = None,
@@ -152,7 +156,8 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
     ) -> RunningServer:
         limits = ServeSection.model_validate({"port": 0, "cache_memory": 1 << 20, "log_requests": False, **values})
         config = generation or GenerationConfig(stop_token_ids=())
-        preparer = RequestPreparer(model.config, words, template, config, limits, [NAME, *(adapters or ())])
+        names = [NAME, *(adapters or ())]
+        preparer = RequestPreparer(model.config, tokenizer, template, config, limits, names, processor)
         engine = Engine(model, limits, adapters=adapters, clock=clock)
         read = partial(read_adapter, model, get_fingerprint=cache(partial(BaseFingerprint.from_model, model)))
         service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None, read)
@@ -163,7 +168,7 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
         thread.start()
         assert is_ready.wait(20)
         servers.append(
-            RunningServer(f"http://127.0.0.1:{port}/v1", port, service, engine, model, words, server, thread)
+            RunningServer(f"http://127.0.0.1:{port}/v1", port, service, engine, model, tokenizer, server, thread)
         )
         return servers[-1]
 
@@ -173,6 +178,17 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
     for running in servers:
         running.thread.join(30)
         assert not running.thread.is_alive() and running.engine.status.num_owned_pages == 0
+
+
+@pytest.fixture(scope="session")
+def image_model(tiny_model: MakeModel) -> Transformer:
+    """A model that reads images."""
+    return tiny_model(torch.float32, block_length=4, **MODEL_KEYS).eval()
+
+
+@pytest.fixture(scope="module")
+def image_server(start_server: StartServer, image_model: Transformer) -> RunningServer:
+    return start_server(image_model, tokenizer=TOKENIZER, processor=PROCESSOR, deterministic=True)
 
 
 @pytest.fixture(scope="module")

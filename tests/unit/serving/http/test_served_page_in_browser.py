@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.image_chats import BLUE, RED, image_part, to_data_url
 from tests.operate.chromium import Page, chromium
 from tests.unit.serving.http.conftest import RunningServer, StartServer
 
@@ -139,6 +141,67 @@ def test_a_conversation(page: Page, server: RunningServer) -> None:
     check_layout(page, 1280, "chat-1280")
     click(page, "clear")
     assert page.evaluate("document.querySelectorAll('#messages .message').length") == 0
+
+
+def add_file(page: Page, file: bytes, kind: str, *, drops: bool) -> None:
+    """Drop a file on the page, or choose it."""
+    content = f"Uint8Array.from(atob('{b64encode(file).decode()}'), character => character.charCodeAt(0))"
+    page.evaluate(
+        f"window.files_ = new DataTransfer(); files_.items.add(new File([{content}], 'file', {{ type: '{kind}' }}))"
+    )
+    if drops:
+        for name in ("dragover", "drop"):
+            page.evaluate(
+                f"document.body.dispatchEvent(new DragEvent('{name}', {{ dataTransfer: files_, bubbles: true }}))"
+            )
+    else:
+        page.evaluate(
+            "{ const field = document.getElementById('picture-files'); field.files = files_.files;"
+            " field.dispatchEvent(new Event('change')); }"
+        )
+
+
+def test_pictures_of_a_conversation(page: Page, image_server: RunningServer) -> None:
+    """One is chosen and removed, one is dropped; it stays in the conversation and is sent with its later turns."""
+    open_page(page, image_server)
+    add_file(page, RED, "image/png", drops=True)
+    wait_for(page, "pictures.children.length === 1")
+    assert page.evaluate("document.getElementById('tab-chat').ariaSelected") == "true"
+    assert not page.evaluate("request.classList.contains('dropping')")
+    add_file(page, BLUE, "image/png", drops=False)
+    wait_for(page, "pictures.children.length === 2")
+    page.evaluate("pictures.children[0].click()")
+    messages: list[dict[str, Any]] = []
+    for content in ([image_part(BLUE), {"type": "text", "text": "the cat"}], "the dog"):
+        set_value(page, "message", content if isinstance(content, str) else content[1]["text"])
+        set_value(page, "set-seed", "1")
+        set_value(page, "set-max_tokens", "8")
+        run(page)
+        messages.append({"role": "user", "content": content})
+        body = {"messages": messages, "seed": 1, "max_tokens": 8}
+        _, _, answer = image_server.request("POST", "/v1/chat/completions", body)
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        assert text_of(page, "canvas") == messages[-1]["content"] and page.evaluate("pictures.children.length") == 0
+    shown = page.evaluate("[...document.querySelectorAll('#messages .message')].map(x => x.lastChild.textContent)")
+    assert shown == ["the cat", messages[1]["content"], "the dog", messages[3]["content"]]
+    [source] = page.evaluate("[...document.querySelectorAll('#messages img')].map(x => x.src)")
+    assert source == to_data_url(BLUE) and page.evaluate("document.querySelector('#messages img').naturalWidth") == 24
+    check_layout(page, 1280, "pictures-1280")
+    add_file(page, b"text", "text/plain", drops=True)
+    wait_for(page, "pictures.children.length === 1")
+    click(page, "run")
+    wait_for(page, "!error.hidden")
+    assert "messages[4].content[0]" in text_of(page, "error")
+    click(page, "clear")
+    assert page.evaluate("pictures.children.length + document.querySelectorAll('#messages img').length") == 0
+
+
+def test_a_model_without_vision_takes_no_pictures(page: Page, server: RunningServer) -> None:
+    open_page(page, server)
+    assert page.evaluate("document.getElementById('picture-field').hidden")
+    add_file(page, RED, "image/png", drops=True)
+    assert page.evaluate("pictures.children.length") == 0 and text_of(page, "tab-prompt") == "Prompt"
+    assert page.evaluate("document.getElementById('tab-prompt').ariaSelected") == "true"
 
 
 def test_stop_frees_the_server(page: Page, server: RunningServer) -> None:
