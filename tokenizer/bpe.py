@@ -157,10 +157,6 @@ class Tokenizer:
         return self.options.bos_token
 
     @property
-    def visible_tokens(self) -> frozenset[str]:
-        return self.options.visible_tokens
-
-    @property
     def bos_token_id(self) -> int | None:
         return None if self.bos_token is None else self.special_tokens[self.bos_token]
 
@@ -207,7 +203,7 @@ class Tokenizer:
         Raises:
             ValueError: the text contains a special token of one character, into which nothing can be inserted.
         """
-        for token in self.special_tokens.keys() - self.visible_tokens:
+        for token in self.special_tokens.keys() - self.options.visible_tokens:
             if len(token) == 1 and token in text:
                 raise ValueError(
                     f"{token!r} is a special token of one character, which cannot be encoded as text: remove it"
@@ -426,9 +422,8 @@ class IncrementalDecoder:
     The concatenated pieces are `tokenizer.decode` of all ids. `finish` resets the decoder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._should_strip_space = tokenizer.strips_first_space
 
@@ -438,8 +433,7 @@ class IncrementalDecoder:
         Raises:
             ValueError: the id is not in the vocabulary.
         """
-        data = self._tokenizer.token_bytes(token_id)
-        return "" if token_id in self._hidden else self._strip_first_space(self._decoder.decode(data))
+        return self._strip_first_space(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self) -> str:
         """Return U+FFFD for an incomplete character, else an empty string, and reset the decoder."""

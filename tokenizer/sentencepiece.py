@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizer.bpe import Tokenizer, surrogate_error
 from tokenizer.huggingface import (
+    ROLES,
     WELL_KNOWN_TOKENS,
     check_model,
     read_added_tokens,
@@ -63,7 +64,9 @@ class SentencePieceTokenizer(Tokenizer):
         model = contents["model"]
         _check(contents, model)
         ids = {text: read_id(text, token_id) for text, token_id in model["vocab"].items()}
-        added = _added_tokens(contents, config, ids)
+        added = dict(sorted(read_added_tokens(contents, config).items(), key=lambda item: int(item[1]["id"])))
+        for text in added.keys() & {read_role_token(role, config) for role in ROLES}:
+            added[text]["special"] = True  # as in transformers
         ids |= {text: token["id"] for text, token in added.items()}
         special = {text: ids[text] for text, token in added.items() if token["special"]}
         self._file = json.dumps({**contents, "added_tokens": list(added.values())}, ensure_ascii=False)
@@ -131,21 +134,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode_token(self, token: bytes) -> bytes:
         byte = _BYTE.fullmatch(token)
         return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
-
-
-def _added_tokens(
-    contents: Mapping[str, Any], config: Mapping[str, Any], vocab: Mapping[str, int]
-) -> dict[str, dict[str, Any]]:
-    """Read the added tokens of both files with all flags, by id; those with a role are special, as in transformers."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False}
-    added = {text: {**flags, **token} for text, token in read_added_tokens(contents, config).items()}
-    for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        text = read_role_token(role, config)
-        if text is not None and text in added:
-            added[text]["special"] = True
-        elif text is not None and text in vocab:
-            added[text] = {"id": vocab[text], "content": text, **flags, "normalized": False, "special": True}
-    return dict(sorted(added.items(), key=lambda item: int(item[1]["id"])))
 
 
 def _check(contents: Mapping[str, Any], model: Mapping[str, Any]) -> None:
