@@ -165,7 +165,6 @@ class Examples:
 
     examples: Sequence[Example]
     title: str = ""
-    note: str = ""
     is_folded: bool = False
 
 
