@@ -40,15 +40,6 @@ def test_any_pattern_equals_tokenizers_library(pattern: str, nasty: list[str], t
         assert ours.decode(ids) == text
 
 
-def test_text_never_yields_special_ids_unless_asked(tokenizer: Tokenizer, nasty: list[str]) -> None:
-    special_ids = set(tokenizer.special_tokens.values())
-    for text in [*nasty, *tokenizer.special_tokens, "<|mask|>" * 3]:
-        assert special_ids.isdisjoint(tokenizer.encode(text))
-    assert tokenizer.encode("<|mask|>", allow_special=True) == [tokenizer.mask_token_id]
-    assert tokenizer.eos_token_id == tokenizer.special_tokens["<|endoftext|>"]
-    assert tokenizer.pad_token_id is None
-
-
 def test_decoding_of_special_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("héllo<|mask|> wörld<|endoftext|>", allow_special=True)
     assert tokenizer.decode(ids) == "héllo<|mask|> wörld<|endoftext|>"
