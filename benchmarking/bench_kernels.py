@@ -84,10 +84,6 @@ class HeadInputs:
     """`IGNORE_INDEX` at visible positions."""
     positions_N: Tensor
 
-    @property
-    def targets_N(self) -> Tensor:
-        return self.targets_P[self.positions_N]
-
 
 LossFunction = Callable[[HeadInputs], Tensor]
 """Sum of the losses of the masked positions, with gradient."""
@@ -110,7 +106,7 @@ def fused_loss(inputs: HeadInputs) -> Tensor:
     """Our loss, on the masked positions only."""
     hidden = inputs.hidden_PD
     hidden_ND = hidden if len(inputs.positions_N) == len(hidden) else hidden[inputs.positions_N]
-    targets_N = inputs.targets_N
+    targets_N = inputs.targets_P[inputs.positions_N]
     weights_N = torch.ones(targets_N.shape, device=targets_N.device)
     return linear_cross_entropy(hidden_ND, inputs.head_VD, LossInputs(targets_N, weights_N)).loss_sum
 
