@@ -6,6 +6,7 @@ import heapq
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Literal
 
@@ -91,7 +92,6 @@ class Tokenizer:
         self._check()
         self._ranks, self._products = self._rank_merges()
         self._byte_ids = [self.vocab.get(bytes([byte]), -1) for byte in range(256)]
-        self._fingerprint: str | None = None
         self._prepare()
 
     def with_options(self, options: TokenOptions) -> "Tokenizer":
@@ -119,7 +119,7 @@ class Tokenizer:
 
     def _change(self, **attributes: Any) -> "Tokenizer":
         tokenizer = object.__new__(type(self))
-        tokenizer.__dict__.update({**self.__getstate__(), "_fingerprint": None, **attributes})
+        tokenizer.__dict__.update({**self.__getstate__(), **attributes})
         tokenizer._check()
         tokenizer._prepare()
         return tokenizer
@@ -128,7 +128,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self.special_tokens)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "hidden_ids", "_lengths")
+        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "hidden_ids", "_lengths", "fingerprint")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -165,23 +165,21 @@ class Tokenizer:
         """Ids before a text that is not a chat: the `bos_token`, if it is added. A chat template writes its own."""
         return [self.special_tokens[self.bos_token]] if self.options.adds_bos and self.bos_token else []
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids and text, independent of the file format."""
-        if self._fingerprint is None:
-            options = self.options.to_json()
-            contents = [
-                sorted((token_id, bytes_to_chars(token)) for token, token_id in self.vocab.items()),
-                [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self.merges],
-                sorted(self.special_tokens.items()),
-                [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
-                [self.mask_token, self.eos_token, self.pad_token],
-                *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
-            ]
-            # Options that were added later appear only if they are set, so that older files keep their fingerprints.
-            contents += [[name, options[name]] for name in _LATER_OPTIONS if options[name]]
-            self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
-        return self._fingerprint
+        options = self.options.to_json()
+        contents = [
+            sorted((token_id, bytes_to_chars(token)) for token, token_id in self.vocab.items()),
+            [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self.merges],
+            sorted(self.special_tokens.items()),
+            [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
+            [self.mask_token, self.eos_token, self.pad_token],
+            *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
+        ]
+        # Options that were added later appear only if they are set, so that older files keep their fingerprints.
+        contents += [[name, options[name]] for name in _LATER_OPTIONS if options[name]]
+        return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Encode a text.
@@ -419,7 +417,7 @@ class Tokenizer:
 class IncrementalDecoder:
     """Decodes a stream of ids to pieces of text that never split a UTF-8 character.
 
-    The concatenated pieces are `tokenizer.decode` of all ids. `finish` resets the decoder.
+    The concatenated pieces are `tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -436,11 +434,8 @@ class IncrementalDecoder:
         return self._strip_first_space(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """Return U+FFFD for an incomplete character, else an empty string, and reset the decoder."""
-        rest = self._strip_first_space(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        self._should_strip_space = self._tokenizer.strips_first_space
-        return rest
+        """Return U+FFFD for an incomplete character, else an empty string."""
+        return self._strip_first_space(self._decoder.decode(b"", final=True))
 
     def _strip_first_space(self, piece: str) -> str:
         if not (self._should_strip_space and piece):

@@ -9,7 +9,7 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenizer.bpe import Tokenizer, surrogate_error
@@ -91,15 +91,13 @@ class SentencePieceTokenizer(Tokenizer):
         masked = SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
         return masked.with_chat_template(self.chat_template)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids and text."""
-        if self._fingerprint is None:
-            contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
-            roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
-            text = json.dumps([contents, sorted(self.special_tokens.items()), roles], sort_keys=True)
-            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        return self._fingerprint
+        contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
+        roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
+        text = json.dumps([contents, sorted(self.special_tokens.items()), roles], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def files(self) -> tuple[str, dict[str, Any]]:
         """Return the text of tokenizer.json and the contents of tokenizer_config.json."""

@@ -115,7 +115,7 @@ def test_contradictions_are_refused() -> None:
     refused("'Ġ' is spelled like an ordinary token", special_tokens={"Ġ": 300})
     refused("mask_token '<m>' is not among", mask_token="<m>")
     refused("normalization 'NFKC' is unknown", normalization="NFKC")
-    refused("not a valid regular expression", pattern="(")
+    refused(r"pattern: '\(' is no regular expression", pattern="(")
     refused("'<s>' has the id 16777216: ids start at 0 and end at 16777215", special_tokens={"<s>": 1 << 24})
     for options in (TokenOptions(visible_tokens=frozenset({"<x>"})), TokenOptions(bos_token="<x>")):
         with pytest.raises(ValueError, match=r"'<x>' is not among the special tokens"):
