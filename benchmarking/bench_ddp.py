@@ -56,6 +56,8 @@ MAX_NORM = 1.0
 STEPS_BEFORE_LOSS = 4
 """The losses of all implementations are stated after this step: later, rounding on one repeated batch is large."""
 NUM_RANKS = 2
+SENT_BYTES = Path("/sys/class/net/lo/statistics/tx_bytes")
+"""The bytes that the loopback interface has sent."""
 WARMUP = 2
 
 
@@ -63,36 +65,32 @@ WARMUP = 2
 class DistributedCase:
     """The model, the batch and the length of a turn."""
 
-    hidden_size: int = 256
-    layers: int = 4
-    vocab_size: int = 4096
-    length: int = 128
+    model: ModelConfig
     batch_size: int = 4
     """Sequences of a rank in a step."""
     bucket_mib: float = 4.0
     steps: int = 3
     """Optimizer steps of a turn."""
 
-    def model_config(self) -> ModelConfig:
-        return ModelConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=self.hidden_size // 4,
-            intermediate_size=self.hidden_size * 11 // 4,
-            max_position_embeddings=self.length,
-            vocab_size=self.vocab_size,
-            mask_token_id=self.vocab_size - 1,
-            eos_token_id=self.vocab_size - 2,
-            pad_token_id=self.vocab_size - 2,
-        )
-
     def build_model(self) -> Transformer:
         """A model with the same weights on every call and rank."""
-        model = Transformer(self.model_config())
+        model = Transformer(self.model)
         init_weights(model, 0)
         return model
+
+
+CASE = DistributedCase(
+    ModelConfig(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=704,
+        max_position_embeddings=128,
+        vocab_size=4096,
+    )
+)
 
 
 @dataclass
@@ -182,36 +180,20 @@ def build_torch(case: DistributedCase, name: str, world: World, tokens_BL: Tenso
 def build_all(case: DistributedCase, world: World) -> dict[str, DistributedImplementation]:
     """Build all implementations, with the same batch."""
     generator = torch.Generator().manual_seed(world.rank)
-    tokens_BL = torch.randint(0, case.vocab_size, (case.batch_size, case.length), generator=generator)
+    size = (case.batch_size, case.model.max_position_embeddings)
+    tokens_BL = torch.randint(0, case.model.vocab_size, size, generator=generator)
     ours = {name: build_ours(case, options, world, tokens_BL) for name, options in OURS.items()}
     return ours | {name: build_torch(case, name, world, tokens_BL) for name in (TORCH_DDP, TORCH_FSDP)}
 
 
-def parse_loopback_bytes(text: str) -> int:
-    """Read the bytes that the loopback interface has sent from the text of /proc/net/dev."""
-    for line in text.splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "lo":
-            return int(counts.split()[8])
-    raise ValueError("/proc/net/dev has no interface lo, whose sent bytes are measured")
-
-
 def measure_sent_bytes(implementation: DistributedImplementation, world: World, steps: int) -> float:
     """Measure the bytes that a rank sends in a step, TCP headers and other loopback traffic of the machine included."""
-    counters = Path("/proc/net/dev")
     world.barrier()
-    before = parse_loopback_bytes(counters.read_text(encoding="ascii")) if world.is_first else 0
+    before = int(SENT_BYTES.read_text())
     world.barrier()
     implementation.turn(steps)
     world.barrier()
-    after = parse_loopback_bytes(counters.read_text(encoding="ascii")) if world.is_first else 0
-    return (after - before) / (steps * world.size)
-
-
-def minimum_sent_bytes(parameters: int, ranks: int) -> float:
-    """Bytes that a rank must send in a step to all-reduce float32 gradients (or to reduce-scatter them and to
-    all-gather the weights)."""
-    return 2 * 4 * parameters * (ranks - 1) / ranks
+    return (int(SENT_BYTES.read_text()) - before) / (steps * world.size)
 
 
 def measure(case: DistributedCase, world: World, rounds: int) -> Table:
@@ -228,7 +210,7 @@ def measure(case: DistributedCase, world: World, rounds: int) -> Table:
     }
     turns = {name: partial(turn, implementation) for name, implementation in implementations.items()}
     times = compare(turns, rounds=rounds, warmup=WARMUP, label="turn" if world.is_first else "")
-    tokens = case.batch_size * case.length * world.size * case.steps
+    tokens = case.batch_size * case.model.max_position_embeddings * world.size * case.steps
     rows = []
     for name, implementation in implementations.items():
         sent = measure_sent_bytes(implementation, world, case.steps)
@@ -242,12 +224,14 @@ def measure(case: DistributedCase, world: World, rounds: int) -> Table:
 
 
 def _describe_case(case: DistributedCase) -> str:
+    model = case.model
     parameters = sum(parameter.numel() for parameter in case.build_model().parameters())
-    minimum = minimum_sent_bytes(parameters, NUM_RANKS) / MEBIBYTE
+    # All gradients in float32 are reduced, and all sums or weights gathered.
+    minimum = 2 * 4 * parameters * (NUM_RANKS - 1) / NUM_RANKS / MEBIBYTE
     return (
-        f"{describe_model(case.model_config())}, vocabulary {case.vocab_size:,}, {parameters:,} parameters; "
-        f"{NUM_RANKS} ranks with {case.batch_size} sequences of {case.length} tokens each. Sent: by a rank in a "
-        f"step; the minimum is {minimum:.2f} MiB. Loss: of step {STEPS_BEFORE_LOSS}."
+        f"{describe_model(model)}, vocabulary {model.vocab_size:,}, {parameters:,} parameters; "
+        f"{NUM_RANKS} ranks with {case.batch_size} sequences of {model.max_position_embeddings} tokens each. Sent: by "
+        f"a rank in a step; the minimum is {minimum:.2f} MiB. Loss: of step {STEPS_BEFORE_LOSS}."
     )
 
 
@@ -265,14 +249,13 @@ def run_rank(case: DistributedCase, rounds: int, threads: int, table_file: Path)
 def run(options: argparse.Namespace) -> Page:
     """Start the ranks and return the report of the first one."""
     environment = collect_environment(threads=options.threads, packages=["torch"], rounds=options.rounds, warmup=WARMUP)
-    case = DistributedCase()
     with tempfile.TemporaryDirectory() as folder:
         table_file = Path(folder) / "table"
-        exit_code = launch(partial(run_rank, case, options.rounds, options.threads, table_file), NUM_RANKS, name=NAME)
+        exit_code = launch(partial(run_rank, CASE, options.rounds, options.threads, table_file), NUM_RANKS, name=NAME)
         if exit_code:
             raise ValueError(f"the ranks ended with exit code {exit_code}")
         table: Table = pickle.loads(table_file.read_bytes())
-    return make_report("Training on two ranks", [_describe_case(case), table], environment)
+    return make_report("Training on two ranks", [_describe_case(CASE), table], environment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,11 +8,10 @@ Shapes: P tokens of a prompt, N new positions of a request.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from benchmarking.harness import (
     describe_model,
     make_report,
     make_table,
+    prepare_output_file,
     run_in_fresh_process,
 )
 from benchmarking.implementations.peers import build_autoregressive_call, convert_to_qwen3
@@ -42,6 +42,7 @@ from diffusionlm.models.init import initial_std, initial_value
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from files.terminal_text import print_message
+from files.usage_error import prefix_errors
 from logger.pages import Page, Table
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
@@ -191,18 +192,8 @@ def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, se
     )
 
 
-def measure_peak(config: BenchInferConfig, cell: BenchCell) -> int:
-    """Measure the peak memory of one call in bytes above the loaded model, in a fresh process.
-
-    Raises:
-        ValueError: the process was killed.
-    """
-    return run_in_fresh_process(
-        _measure_peak_in_process, config, cell, description=f'"{cell.label}"', key="grid.batch_sizes"
-    )
-
-
-def _measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
+def measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
+    """Measure the peak memory of one call in bytes above the loaded model; this must be a fresh process."""
     model = build_model(config.model)
     prompts = random_prompts(model.config, config.bench.prompt_length, cell.batch_size, config.bench.seed)
     generate(model, prompts[:1], cell.generation.model_copy(update={"max_new_tokens": WARMUP_TOKENS}))
@@ -218,11 +209,7 @@ def bench_infer(config: BenchInferConfig) -> Page:
     Raises:
         ValueError: a model or a device does not exist, or the model cannot decode a cell; names the cell.
     """
-    path = config.output.path
-    if path is not None:
-        if path.is_dir():
-            raise ValueError(f"output.path = {path} is a directory: name a file in it")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = prepare_output_file(config.output)
     check_installed(config.bench.peers)
     model = build_model(config.model)
     cells = _with_model_defaults(config.cells(), model.config)
@@ -235,7 +222,7 @@ def bench_infer(config: BenchInferConfig) -> Page:
     for number, cell in enumerate(cells, 1):
         print_message(f"counting {number}/{len(cells)}: {cell.label}")
         arguments = (model, prompts[cell.batch_size], cell.generation, _seeds(config.bench, cell.batch_size))
-        with _naming_cell(cell):
+        with prefix_errors(f'cell "{cell.label}"'):
             counts[cell.label] = count(*arguments)
         # A call returns Python numbers, so the device is done when it returns.
         calls[cell.label] = functools.partial(generate, *arguments)
@@ -250,7 +237,9 @@ def bench_infer(config: BenchInferConfig) -> Page:
     peaks: list[int | None] = [None] * len(cells)
     for index, cell in enumerate(cells if config.bench.memory else []):
         print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
-        peaks[index] = measure_peak(config, cell)
+        peaks[index] = run_in_fresh_process(
+            measure_peak_in_process, config, cell, description=f'"{cell.label}"', key="grid.batch_sizes"
+        )
     results = [CellResult(cell, counts[cell.label], times, peak) for cell, peak in zip(cells, peaks, strict=True)]
     facts |= {label: f"{tokens / times.median(label):,.1f} tok/s" for label, tokens in peers.items()}
     if path is not None:
@@ -275,19 +264,10 @@ def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list
     """
     filled = []
     for cell in cells:
-        with _naming_cell(cell):
+        with prefix_errors(f'cell "{cell.label}"'):
             generation = resolve_settings(cell.generation, model).config
         filled.append(cell.model_copy(update={"generation": generation}))
     return filled
-
-
-@contextlib.contextmanager
-def _naming_cell(cell: BenchCell) -> Iterator[None]:
-    """Name the cell in errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f'cell "{cell.label}": {error}') from None
 
 
 def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[str, str]:

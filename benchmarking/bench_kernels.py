@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,10 +84,6 @@ class HeadInputs:
     """`IGNORE_INDEX` at visible positions."""
     positions_N: Tensor
 
-    @property
-    def targets_N(self) -> Tensor:
-        return self.targets_P[self.positions_N]
-
 
 LossFunction = Callable[[HeadInputs], Tensor]
 """Sum of the losses of the masked positions, with gradient."""
@@ -109,7 +106,7 @@ def fused_loss(inputs: HeadInputs) -> Tensor:
     """Our loss, on the masked positions only."""
     hidden = inputs.hidden_PD
     hidden_ND = hidden if len(inputs.positions_N) == len(hidden) else hidden[inputs.positions_N]
-    targets_N = inputs.targets_N
+    targets_N = inputs.targets_P[inputs.positions_N]
     weights_N = torch.ones(targets_N.shape, device=targets_N.device)
     return linear_cross_entropy(hidden_ND, inputs.head_VD, LossInputs(targets_N, weights_N)).loss_sum
 
@@ -120,34 +117,18 @@ def full_logits_loss(inputs: HeadInputs) -> Tensor:
     return F.cross_entropy(logits_PV, inputs.targets_P, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def torch_fused_loss(inputs: HeadInputs) -> Tensor:
-    options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(
-        inputs.hidden_PD,
-        inputs.head_VD,
-        inputs.targets_P,
-        reduction="sum",
-        ignore_index=IGNORE_INDEX,
-        options=options,
-    )
-
-
-def make_liger_loss() -> LossFunction:
-    loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    return lambda inputs: loss(inputs.head_VD, inputs.hidden_PD, inputs.targets_P)
-
-
-def build_losses(device: str, *, compiles: bool) -> dict[str, LossFunction]:
+def build_losses(device: str) -> dict[str, LossFunction]:
     """The implementations that can run on the device, ours first."""
     losses: dict[str, LossFunction] = {OURS: fused_loss, BASELINE: full_logits_loss}
-    if compiles:
-        losses[f"{BASELINE}, torch.compile"] = torch.compile(full_logits_loss)
+    reduction: dict[str, Any] = {"reduction": "sum", "ignore_index": IGNORE_INDEX}
     if hasattr(F, "linear_cross_entropy"):
-        losses["F.linear_cross_entropy"] = torch_fused_loss
+        options = torch.nn.LinearCrossEntropyOptions()
+        losses["F.linear_cross_entropy"] = lambda inputs: F.linear_cross_entropy(
+            inputs.hidden_PD, inputs.head_VD, inputs.targets_P, options=options, **reduction
+        )
     if device == "cuda" and is_installed("liger_kernel"):
-        losses["Liger"] = make_liger_loss()
+        liger = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(**reduction)
+        losses["Liger"] = lambda inputs: liger(inputs.head_VD, inputs.hidden_PD, inputs.targets_P)
     return losses
 
 
@@ -171,20 +152,18 @@ def measure_error(case: HeadCase, loss: LossFunction) -> float:
     return max(float((gradient.double() - reference).norm() / reference.norm()) for gradient, reference in pairs)
 
 
-def measure_peak(case: HeadCase, name: str, *, compiles: bool) -> int:
+def measure_peak(case: HeadCase, name: str) -> int:
     """Measure the peak memory in bytes above the inputs and both gradients, in a fresh process.
 
     Raises:
         ValueError: the process was killed.
     """
-    return run_in_fresh_process(
-        _measure_peak_in_process, case, name, compiles, description=name, key="the positions of the case"
-    )
+    return run_in_fresh_process(_measure_peak_in_process, case, name, description=name, key="the positions of the case")
 
 
-def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
+def _measure_peak_in_process(case: HeadCase, name: str) -> int:
     torch.set_num_threads(case.threads)
-    loss = build_losses(case.device, compiles=compiles)[name]
+    loss = build_losses(case.device)[name]
     # A small first step allocates what libraries load at first use.
     step(loss, make_inputs(replace(case, positions=8, masked=4, vocab=512)))
     inputs = make_inputs(case)
@@ -194,12 +173,9 @@ def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
     return peak.bytes() - sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def compare_losses(
-    case: HeadCase, *, rounds: int, compiles: bool, names: Sequence[str] | None = None
-) -> list[list[str]]:
+def compare_losses(case: HeadCase, *, rounds: int, names: Sequence[str] | None = None) -> list[list[str]]:
     """Compare time, memory and error of implementations, by default of all; one table row for each."""
-    losses = build_losses(case.device, compiles=compiles)
-    losses = {name: loss for name, loss in losses.items() if names is None or name in names}
+    losses = {name: loss for name, loss in build_losses(case.device).items() if names is None or name in names}
     inputs = make_inputs(case)
     steps = {name: partial(step, loss, inputs) for name, loss in losses.items()}
     # On a CPU, CPU time: other processes on the machine affect it less.
@@ -210,7 +186,7 @@ def compare_losses(
     for name, loss in losses.items():
         print_message(f"{case}: memory and error of {name}")
         rate = f"{case.teraflops / times.median(name):.3g}"
-        peak = f"{measure_peak(case, name, compiles=compiles) / MEBIBYTE:,.0f}"
+        peak = f"{measure_peak(case, name) / MEBIBYTE:,.0f}"
         ratio = times.format_speedup(name, BASELINE)
         rows.append([str(case), name, times.format_ms(name), rate, ratio, peak, f"{measure_error(case, loss):.1e}"])
     return rows
@@ -227,7 +203,6 @@ def build_cases(device: str, threads: int) -> Sequence[HeadCase]:
 def run(options: argparse.Namespace) -> Page:
     """Compare all implementations in the cases of the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    compiles = device == "cuda" or options.compile
     header = ["masked of positions x hidden x vocabulary", "implementation", "ms", "useful TFLOP/s"]
     header += [f"speedup over {BASELINE} [quartiles]", "peak MiB", "error of gradients"]
     names = (OURS, BASELINE) if options.baseline_only else None
@@ -241,7 +216,7 @@ def run(options: argparse.Namespace) -> Page:
     rows = [
         row
         for case in build_cases(device, options.threads)
-        for row in compare_losses(case, rounds=options.rounds, compiles=compiles, names=names)
+        for row in compare_losses(case, rounds=options.rounds, names=names)
     ]
     clock = "CPU time of all threads" if device == "cpu" else "wall time"
     facts = {
@@ -256,7 +231,6 @@ def run(options: argparse.Namespace) -> Page:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the options and run the benchmark."""
     parser = make_parser("Compare implementations of the head and the loss.", rounds=10, threads=usable_cores())
-    parser.add_argument("--compile", action="store_true", help="measure torch.compile on a CPU as well (minutes)")
     parser.add_argument("--baseline-only", action="store_true", help=f"compare with {BASELINE!r} alone")
     return run_benchmark(run, parser.parse_args(argv))
 

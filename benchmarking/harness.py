@@ -26,8 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from config.bench.training import BenchFileSection
 from config.model import Architecture
+from files.paths import check_can_write
 from files.terminal_text import print_message
+from files.usage_error import UsageError
 from logger.pages import Column, Page, Part, Table
 from logger.pages.markdown import render_markdown
 from logger.pages.terminal import list_parts, print_parts
@@ -110,6 +113,21 @@ class ResultFiles:
     def _path(self, suffix: str) -> Path:
         assert self.directory is not None
         return self.directory / f"{self.name}.{suffix}"
+
+
+def prepare_output_file(output: BenchFileSection) -> Path | None:
+    """Create the folder of ``output.path`` before the work begins; returns the path.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = output.path
+    if path is not None:
+        if path.is_dir():
+            raise UsageError(f"output.path = {path} is a directory: name a file in it")
+        check_can_write(path.parent, f"output.path = {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def compare(

@@ -7,6 +7,7 @@ import json
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Literal
 
@@ -92,7 +93,6 @@ class Tokenizer:
         self._check()
         self._ranks, self._products = self._rank_merges()
         self._byte_ids = [self.vocab.get(bytes([byte]), -1) for byte in range(256)]
-        self._fingerprint: str | None = None
         self._prepare()
 
     def with_options(self, options: TokenOptions) -> "Tokenizer":
@@ -110,7 +110,7 @@ class Tokenizer:
         Raises:
             ValueError: one is not among the special tokens.
         """
-        return self.with_options(replace(self.options, visible_tokens=self.visible_tokens.union(tokens)))
+        return self.with_options(replace(self.options, visible_tokens=self.options.visible_tokens.union(tokens)))
 
     def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
         """Return a copy with this chat template, which is saved with it. It does not change the fingerprint."""
@@ -128,7 +128,7 @@ class Tokenizer:
 
     def _change(self, **attributes: Any) -> "Tokenizer":
         tokenizer = object.__new__(type(self))
-        tokenizer.__dict__.update({**self.__getstate__(), "_fingerprint": None, **attributes})
+        tokenizer.__dict__.update({**self.__getstate__(), **attributes})
         tokenizer._check()
         tokenizer._prepare()
         return tokenizer
@@ -137,7 +137,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self.special_tokens)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "hidden_ids", "_lengths")
+        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "hidden_ids", "_lengths", "fingerprint")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,10 +166,6 @@ class Tokenizer:
         return self.options.bos_token
 
     @property
-    def visible_tokens(self) -> frozenset[str]:
-        return self.options.visible_tokens
-
-    @property
     def bos_token_id(self) -> int | None:
         return None if self.bos_token is None else self.special_tokens[self.bos_token]
 
@@ -178,23 +174,21 @@ class Tokenizer:
         """Ids before a text that is not a chat: the `bos_token`, if it is added. A chat template writes its own."""
         return [self.special_tokens[self.bos_token]] if self.options.adds_bos and self.bos_token else []
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids and text, independent of the file format."""
-        if self._fingerprint is None:
-            options = self.options.to_json()
-            contents = [
-                sorted((token_id, bytes_to_chars(token)) for token, token_id in self.vocab.items()),
-                [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self.merges],
-                sorted(self.special_tokens.items()),
-                [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
-                [self.mask_token, self.eos_token, self.pad_token],
-                *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
-            ]
-            # Options that were added later appear only if they are set, so that older files keep their fingerprints.
-            contents += [[name, options[name]] for name in _LATER_OPTIONS if options[name]]
-            self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
-        return self._fingerprint
+        options = self.options.to_json()
+        contents = [
+            sorted((token_id, bytes_to_chars(token)) for token, token_id in self.vocab.items()),
+            [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self.merges],
+            sorted(self.special_tokens.items()),
+            [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
+            [self.mask_token, self.eos_token, self.pad_token],
+            *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
+        ]
+        # Options that were added later appear only if they are set, so that older files keep their fingerprints.
+        contents += [[name, options[name]] for name in _LATER_OPTIONS if options[name]]
+        return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Encode a text.
@@ -216,7 +210,7 @@ class Tokenizer:
         Raises:
             ValueError: the text contains a special token of one character, into which nothing can be inserted.
         """
-        for token in self.special_tokens.keys() - self.visible_tokens:
+        for token in self.special_tokens.keys() - self.options.visible_tokens:
             if len(token) == 1 and token in text:
                 raise ValueError(
                     f"{token!r} is a special token of one character, which cannot be encoded as text: remove it"
@@ -432,12 +426,11 @@ class Tokenizer:
 class IncrementalDecoder:
     """Decodes a stream of ids to pieces of text that never split a UTF-8 character.
 
-    The concatenated pieces are `tokenizer.decode` of all ids. `finish` resets the decoder.
+    The concatenated pieces are `tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._should_strip_space = tokenizer.strips_first_space
 
@@ -447,15 +440,11 @@ class IncrementalDecoder:
         Raises:
             ValueError: the id is not in the vocabulary.
         """
-        data = self._tokenizer.token_bytes(token_id)
-        return "" if token_id in self._hidden else self._strip_first_space(self._decoder.decode(data))
+        return self._strip_first_space(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """Return U+FFFD for an incomplete character, else an empty string, and reset the decoder."""
-        rest = self._strip_first_space(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        self._should_strip_space = self._tokenizer.strips_first_space
-        return rest
+        """Return U+FFFD for an incomplete character, else an empty string."""
+        return self._strip_first_space(self._decoder.decode(b"", final=True))
 
     def _strip_first_space(self, piece: str) -> str:
         if not (self._should_strip_space and piece):

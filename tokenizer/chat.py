@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from tokenizer.bpe import Tokenizer
+from tokenizer.chat_sandbox import render_template
 from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
@@ -44,7 +45,7 @@ def render_chat(
             that the sandbox forbids, or writes too much.
     """
     data = template_variables(messages, add_generation_prompt, tools, variables)
-    return render_variables(resolve_template(template), data, datetime.now())
+    return render_template(resolve_template(template), data, datetime.now())
 
 
 def encode_chat(
@@ -93,11 +94,11 @@ def render_escaped(
     Raises:
         ValueError: the template treats a special token in a message differently from other text.
     """
-    text = render_variables(template, data, now)
+    text = render_template(template, data, now)
     marked = map_texts(data, lambda part: tokenizer.mark_control_tokens(part, marker), changes_names=True)
     if marked == data:
         return text
-    marked_text = render_variables(template, marked, now)
+    marked_text = render_template(template, marked, now)
     if marked_text.replace(marker, "") != text:
         raise ValueError(
             "the chat template treats special tokens in messages differently from other text: remove them from the "
@@ -130,15 +131,6 @@ def resolve_template(template: ChatTemplate | str) -> ChatTemplate:
         names = ", ".join(CHAT_TEMPLATES)
         raise ValueError(f"chat template {template!r} is unknown: use one of {names}, or a template in Jinja")
     return CHAT_TEMPLATES.get(template) or ChatTemplate(template)
-
-
-def render_variables(
-    template: ChatTemplate, data: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
-) -> str:
-    """Render a template with these variables and its special tokens (`render_template`)."""
-    from tokenizer.chat_sandbox import render_template  # loads Jinja
-
-    return render_template(template.source, {**template.tokens, **data}, now, generation_markers)
 
 
 def template_variables(

@@ -20,10 +20,10 @@ from tokenizer.chat import (
     encode_variables,
     map_texts,
     render_escaped,
-    render_variables,
     resolve_template,
     template_variables,
 )
+from tokenizer.chat_sandbox import render_template
 from tokenizer.chat_templates import ChatTemplate
 
 RENDERING_TIME = datetime(2025, 1, 1)
@@ -267,13 +267,13 @@ def _render_marked(
     tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], markers: _Markers, now: datetime
 ) -> _RenderedChat:
     """Render a chat with markers in its last message."""
-    plain = render_variables(template, data, now)
+    plain = render_template(template, data, now)
     escaped = map_texts(data, lambda text: tokenizer.mark_control_tokens(text, markers.escape), changes_names=True)
     tags = (markers.generation_start, markers.generation_end)
     for content_start in (markers.content_start, ""):  # templates may test how a content begins
         last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)
         variables = {**escaped, "messages": [*escaped["messages"][:-1], last]}
-        marked = _locate_markers(render_variables(template, variables, now, tags), markers)
+        marked = _locate_markers(render_template(template, variables, now, tags), markers)
         if marked is not None and marked.text.replace(markers.escape, "") == plain:
             return marked
     raise ValueError(

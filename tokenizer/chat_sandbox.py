@@ -18,6 +18,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenizer.chat_templates import ChatTemplate
+
 MAX_CHARACTERS = 1 << 24
 """Maximum length of the text that a template writes."""
 
@@ -34,13 +36,11 @@ _GENERATION_MARKERS = ("_generation_start", "_generation_end")
 
 
 def render_template(
-    source: str, variables: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
+    template: ChatTemplate, variables: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
 ) -> str:
-    """Render a template.
+    """Render a template with these variables, which are JSON values, and its special tokens.
 
     Args:
-        source: Jinja.
-        variables: JSON values.
         now: the time that `strftime_now` formats.
         generation_markers: texts that are inserted before and after what `{% generation %}` encloses.
 
@@ -49,6 +49,7 @@ def render_template(
     """
     context = {
         "strftime_now": now.strftime,
+        **template.tokens,
         **variables,
         **dict(zip(_GENERATION_MARKERS, generation_markers, strict=True)),
     }
@@ -56,7 +57,7 @@ def render_template(
     size = 0
     _STEPS_LEFT.set(iter(range(MAX_STEPS)))
     try:
-        for piece in _compile_template(source).generate(context):
+        for piece in _compile_template(template.source).generate(context):
             size += len(piece)
             if size > MAX_CHARACTERS:
                 raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")

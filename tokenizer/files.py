@@ -1,9 +1,8 @@
 """The files of a tokenizer, Hugging Face's: tokenizer.json, tokenizer_config.json and chat_template.jinja."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,37 +57,30 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     config = _read_if_there(folder / CONFIG_FILE)
     if older := _read_if_there(folder / "special_tokens.json"):  # of older versions: the roles it does not set are none
         config = {UNSET_ROLES: [role for role in WELL_KNOWN_TOKENS if older.get(role) is None], **config}
-    path = folder / TOKENIZER_FILE
-    if path.is_file():
-        contents = read_json_object(path)
-    elif config and (folder / VOCAB_FILE).is_file():
-        path = folder
-        vocab, merges = read_json_object(folder / VOCAB_FILE), read_text(folder / MERGES_FILE).splitlines()
-        # Only the first line may be a comment: "#" is a token like any other.
-        merges = [line for index, line in enumerate(merges) if line and (index or not line.startswith("#version"))]
-        with _errors_name_file(folder / CONFIG_FILE):
-            contents = build_slow_tokenizer_json(vocab, merges, config, _read_if_there(folder / ADDED_FILE))
-    else:
-        raise ValueError(f"{folder}: contains no tokenizer; expected {TOKENIZER_FILE}")
-    with _errors_name_file(path):
+    path, contents = folder / TOKENIZER_FILE, _read_if_there(folder / TOKENIZER_FILE)
+    try:
+        if not path.is_file():
+            path, contents = folder, _read_slow_files(folder, config)
         build = SentencePieceTokenizer if is_sentencepiece(contents) else from_huggingface
         tokenizer = build(contents, config)
-    return tokenizer.with_chat_template(load_chat_template(folder))
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
-
-
-@contextlib.contextmanager
-def _errors_name_file(path: Path) -> Iterator[None]:
-    """Prefix the message of a ValueError with the file; an error of an unexpected structure becomes a ValueError."""
-    try:
-        yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: has an unexpected structure ({type(error).__name__}: {error})") from error
+    return tokenizer.with_chat_template(load_chat_template(folder))
+
+
+def _read_slow_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    if not config or not (folder / VOCAB_FILE).is_file():
+        raise ValueError(f"contains no tokenizer; expected {TOKENIZER_FILE}")
+    vocab, merges = read_json_object(folder / VOCAB_FILE), read_text(folder / MERGES_FILE).splitlines()
+    # Only the first line may be a comment: "#" is a token like any other.
+    merges = [line for index, line in enumerate(merges) if line and (index or not line.startswith("#version"))]
+    return build_slow_tokenizer_json(vocab, merges, config, _read_if_there(folder / ADDED_FILE))
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
 
 
 def load_chat_template(directory: str | os.PathLike[str]) -> ChatTemplate | None:

@@ -16,6 +16,7 @@ WELL_KNOWN_TOKENS: dict[str, tuple[str, ...]] = {
     "pad_token": ("<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]", "<pad>"),
 }
 
+ROLES = ("bos_token", *WELL_KNOWN_TOKENS)
 UNSET_ROLES = "unset_tokens"
 """Key of our tokenizer_config.json: roles that have no token, although the file has a well-known one."""
 
@@ -70,7 +71,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """Build the contents of a tokenizer_config.json with which transformers loads the tokenizer.json."""
-    roles = {role: getattr(tokenizer, role) for role in ("bos_token", *WELL_KNOWN_TOKENS)}
+    roles = {role: getattr(tokenizer, role) for role in ROLES}
     unset = [
         role for role in WELL_KNOWN_TOKENS if select_role_token(role, tokenizer.special_tokens, roles) != roles[role]
     ]
@@ -102,12 +103,6 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     model_vocab = {
         text: token_id for text, token_id in model["vocab"].items() if text not in renamed or token_id not in added_ids
     }
-    for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        token = read_role_token(role, config)
-        if (
-            token is not None and token in model_vocab
-        ):  # special, as in transformers, even if it is not declared as an added token
-            special.setdefault(token, read_id(token, model_vocab[token]))
     for text in special.keys() & model_vocab.keys():
         if special[text] != model_vocab[text]:
             raise ValueError(
@@ -133,9 +128,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
             visible_tokens=frozenset(text for text, token in added.items() if not token["special"]),
             bos_token=bos_token,
             adds_bos=adds_bos,
-            **{
-                f"{flag}_tokens": frozenset(text for text, token in added.items() if token.get(flag)) for flag in _FLAGS
-            },
+            **{f"{flag}_tokens": frozenset(text for text, token in added.items() if token[flag]) for flag in _FLAGS},
         )
     )
 
@@ -246,10 +239,11 @@ def check_model(model: Mapping[str, Any], *unsupported_keys: str) -> None:
 def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Read the added tokens by text, each with `id`, `special`, `normalized` and the flags of the files.
 
-    Like transformers, this includes the tokens in added_tokens_decoder of tokenizer_config.json. If both files contain
-    a token, tokenizer.json defines its flags; if they spell an id differently (SDAR's mask token),
-    tokenizer_config.json defines the text.
+    Like transformers, this includes the tokens in added_tokens_decoder of tokenizer_config.json and those of the
+    vocabulary that have a role there. If both files contain a token, tokenizer.json defines its flags; if they spell an
+    id differently (SDAR's mask token), tokenizer_config.json defines the text.
     """
+    plain = dict.fromkeys(_FLAGS, False)
     from_tokenizer = [*(contents.get("added_tokens") or [])]
     from_config = [{**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()]
     config_texts = {token["id"]: _token_text(token) for token in from_config}
@@ -262,7 +256,7 @@ def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) ->
         if config_texts.get(token_id, text) != text and text not in config_texts.values():
             continue
         is_special = token.get("special", True)
-        flags = {"special": is_special, "normalized": not is_special, **token, "id": token_id}
+        flags = {**plain, "special": is_special, "normalized": not is_special, **token, "id": token_id}
         merged = tokens.setdefault(text, flags)
         if merged["id"] != token_id:
             raise ValueError(
@@ -271,6 +265,10 @@ def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) ->
             )
         if not is_special:
             merged["special"] = False
+    vocab = contents["model"]["vocab"]
+    for text in filter(None, [read_role_token(role, config) for role in ROLES]):
+        if text in vocab:
+            tokens.setdefault(text, {"id": read_id(text, vocab[text]), "content": text, **plain, "special": True})
     return tokens
 
 

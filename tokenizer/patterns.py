@@ -10,6 +10,9 @@ from itertools import chain, pairwise
 
 import regex  # type: ignore[import-untyped, unused-ignore]
 
+from files.regular_expression import check_pattern
+from files.usage_error import prefix_errors
+
 _CASELESS_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -53,11 +56,8 @@ def make_splitter(pattern: str) -> Splitter:
     """
     if pattern not in PATTERNS and (not pattern or regex.fullmatch(r"[\w.-]+", pattern)):
         raise ValueError(f"pattern {pattern!r} is unknown: use one of {', '.join(PATTERNS)}, or a regular expression")
-    try:
-        compiled = regex.compile(pattern_regex(pattern), regex.MULTILINE)
-    except (regex.error, RecursionError) as error:
-        raise ValueError(f"pattern {pattern[:200]!r} is not a valid regular expression: {error}") from error
-
+    with prefix_errors("pattern"):
+        compiled = regex.compile(check_pattern(pattern_regex(pattern)), regex.MULTILINE)
     if pattern_name(pattern) in PATTERNS:
         return _make_ascii_splitter(pattern_regex(pattern), compiled.findall)
 

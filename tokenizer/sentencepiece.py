@@ -9,11 +9,12 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenizer.bpe import Tokenizer, surrogate_error
 from tokenizer.huggingface import (
+    ROLES,
     WELL_KNOWN_TOKENS,
     check_model,
     read_added_tokens,
@@ -63,7 +64,9 @@ class SentencePieceTokenizer(Tokenizer):
         model = contents["model"]
         _check(contents, model)
         ids = {text: read_id(text, token_id) for text, token_id in model["vocab"].items()}
-        added = _added_tokens(contents, config, ids)
+        added = dict(sorted(read_added_tokens(contents, config).items(), key=lambda item: int(item[1]["id"])))
+        for text in added.keys() & {read_role_token(role, config) for role in ROLES}:
+            added[text]["special"] = True  # as in transformers
         ids |= {text: token["id"] for text, token in added.items()}
         special = {text: ids[text] for text, token in added.items() if token["special"]}
         self._file = json.dumps({**contents, "added_tokens": list(added.values())}, ensure_ascii=False)
@@ -88,15 +91,13 @@ class SentencePieceTokenizer(Tokenizer):
         masked = SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
         return masked.with_chat_template(self.chat_template)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids and text."""
-        if self._fingerprint is None:
-            contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
-            roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
-            text = json.dumps([contents, sorted(self.special_tokens.items()), roles], sort_keys=True)
-            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        return self._fingerprint
+        contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
+        roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
+        text = json.dumps([contents, sorted(self.special_tokens.items()), roles], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def files(self) -> tuple[str, dict[str, Any]]:
         """Return the text of tokenizer.json and the contents of tokenizer_config.json."""
@@ -131,21 +132,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode_token(self, token: bytes) -> bytes:
         byte = _BYTE.fullmatch(token)
         return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
-
-
-def _added_tokens(
-    contents: Mapping[str, Any], config: Mapping[str, Any], vocab: Mapping[str, int]
-) -> dict[str, dict[str, Any]]:
-    """Read the added tokens of both files with all flags, by id; those with a role are special, as in transformers."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False}
-    added = {text: {**flags, **token} for text, token in read_added_tokens(contents, config).items()}
-    for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        text = read_role_token(role, config)
-        if text is not None and text in added:
-            added[text]["special"] = True
-        elif text is not None and text in vocab:
-            added[text] = {"id": vocab[text], "content": text, **flags, "normalized": False, "special": True}
-    return dict(sorted(added.items(), key=lambda item: int(item[1]["id"])))
 
 
 def _check(contents: Mapping[str, Any], model: Mapping[str, Any]) -> None:

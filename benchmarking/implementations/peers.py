@@ -9,11 +9,11 @@ Shapes: B sequences, L tokens, S positions of the model (L, or 2 L for [noisy | 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -134,28 +134,15 @@ def build_liger(case: TrainCase) -> TrainImplementation:
 
     def compute_loss() -> Tensor:
         inputs = sample()
-        with case.autocast(), _patched_names(modeling, patches):
+        # Liger replaces the rotary function of transformers for all models of the process, also for the implementation
+        # without Liger, so that its patches are active only inside its own step.
+        with case.autocast(), patch.multiple(modeling, **patches):
             hidden_BSD = model.model(**inputs.arguments, use_cache=False).last_hidden_state
             hidden = hidden_BSD[:, : inputs.num_outputs].flatten(0, 1)
             loss: Tensor = fused_loss(model.lm_head.weight, hidden, inputs.labels_BL.flatten())
         return loss
 
     return TrainImplementation(model, [optimizer], _build_step(model, optimizer, compute_loss))
-
-
-@contextlib.contextmanager
-def _patched_names(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set names of a module temporarily.
-
-    Liger replaces the rotary function of transformers for all models of the process, also for the implementation
-    without Liger, so that its patches are active only inside its own step.
-    """
-    original = {name: vars(module)[name] for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(original)
 
 
 def _build_step(

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 
+from benchmarking.harness import prepare_output_file
 from benchmarking.serving.load import (
     AnswerCheck,
     Clock,
@@ -26,7 +27,6 @@ from benchmarking.serving.load import (
 from benchmarking.serving.summary import LoadSummary, compare_counts, parse_counts, summarize
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
-from files.paths import check_can_write
 from files.usage_error import UsageError
 from logger.console import ProgressMeter
 
@@ -57,11 +57,7 @@ def bench_serve(
     """
     is_chat, num_warmup = config.server.endpoint == "chat", config.load.warmup
     requests = build_requests(config.requests, is_chat=is_chat, num_warmup=num_warmup)
-    if (path := config.output.path) is not None:
-        if path.is_dir():
-            raise UsageError(f"output.path = {path} is a directory: name a file in it")
-        check_can_write(path.parent, f"output.path = {path}")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    prepare_output_file(config.output)
     return asyncio.run(_bench(config, requests, clock, transport))
 
 

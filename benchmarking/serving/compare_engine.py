@@ -20,7 +20,7 @@ import argparse
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,52 +145,48 @@ def decode_static_batches(engine: Engine, requests: Sequence[CallerRequest], siz
     return answers
 
 
-class TransformersBatching:
-    """Continuous batching of `transformers` with the weights of an autoregressive model, on the same requests."""
+def start_transformers(model: Transformer, concurrency: int) -> Any:
+    """Start continuous batching of `transformers` with the weights of an autoregressive model; returns its manager.
 
-    def __init__(self, model: Transformer, concurrency: int) -> None:
-        """Start its thread; ``concurrency`` requests are decoded at a time."""
-        transformers: Any = importlib.import_module("transformers")
-        page_size = 32
-        settings = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-        self._manager = convert_to_qwen3(model).init_continuous_batching(
-            generation_config=settings,
-            continuous_batching_config=transformers.ContinuousBatchingConfig(
-                page_size=page_size,
-                num_blocks=-(-(concurrency * 2 * LONGEST + 64) // page_size),
-                max_batch_tokens=2048,
-                max_requests_per_batch=concurrency,
-                allow_block_sharing=False,
-            ),
-        )
-        self._manager.start()
-        self._num_requests = 0
+    ``concurrency`` requests are decoded at a time.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    page_size = 32
+    manager = convert_to_qwen3(model).init_continuous_batching(
+        generation_config=transformers.GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=-(-(concurrency * 2 * LONGEST + 64) // page_size),
+            max_batch_tokens=2048,
+            max_requests_per_batch=concurrency,
+            allow_block_sharing=False,
+        ),
+    )
+    manager.start()
+    return manager
 
-    def decode(self, requests: Sequence[CallerRequest]) -> Answers:
-        """Decode requests that all wait at once.
 
-        Raises:
-            ValueError: it fails.
-        """
-        numbers = {}
-        for index, request in enumerate(requests):
-            name = f"request-{self._num_requests}"
-            self._num_requests += 1
-            numbers[name] = index
-            self._manager.add_request(request.prompt, name, max_new_tokens=request.new_tokens, eos_token_id=-1)
-        answers: dict[int, tuple[int, ...]] = {}
-        while len(answers) < len(requests):
-            output = self._manager.get_result(timeout=1.0)
-            if output is None and not self._manager.is_running():
-                raise ValueError("the continuous batching of transformers has ended")
-            if output is not None and output.error is not None:
-                raise ValueError(f"the continuous batching of transformers has failed: {output.error}")
-            if output is not None and output.is_finished():
-                answers[numbers[output.request_id]] = tuple(output.generated_tokens)
-        return [answers[index] for index in range(len(requests))]
+def decode_by_transformers(manager: Any, requests: Sequence[CallerRequest]) -> Answers:
+    """Decode requests that all wait at once.
 
-    def close(self) -> None:
-        self._manager.stop(block=True)
+    Raises:
+        ValueError: it fails.
+    """
+    names = [
+        manager.add_request(request.prompt, max_new_tokens=request.new_tokens, eos_token_id=-1) for request in requests
+    ]
+    answers: dict[str, tuple[int, ...]] = {}
+    while len(answers) < len(requests):
+        output = manager.get_result(timeout=1.0)
+        if output is None and not manager.is_running():
+            raise ValueError("the continuous batching of transformers has ended")
+        if output is not None and output.error is not None:
+            raise ValueError(f"the continuous batching of transformers has failed: {output.error}")
+        if output is not None and output.is_finished():
+            answers[output.request_id] = tuple(output.generated_tokens)
+    return [answers[name] for name in names]
 
 
 def build_calls(
@@ -220,10 +216,11 @@ def build_calls(
         changes = {"block_length": 1, "logit_alignment": "shifted", "mask_token_id": None}
         next_tokens = random_model(SHAPE.model_copy(update=changes), seed=0)
         three_tokens = random_model(SHAPE.model_copy(update={"block_length": 3}), seed=0)
-        peer = stack.enter_context(closing(TransformersBatching(next_tokens, concurrency)))
+        manager = start_transformers(next_tokens, concurrency)
+        stack.callback(manager.stop, block=True)
         calls[NEXT_TOKENS] = partial(decode_by_engine, start_engine(next_tokens), requests, 1, 1)
         calls[THREE_TOKENS] = partial(decode_by_engine, start_engine(three_tokens), requests, 3, 1)
-        calls[PEER] = partial(peer.decode, requests)
+        calls[PEER] = partial(decode_by_transformers, manager, requests)
     return calls
 
 

@@ -167,7 +167,6 @@ class Examples:
 
     examples: Sequence[Example]
     title: str = ""
-    note: str = ""
     is_folded: bool = False
 
 

@@ -31,12 +31,12 @@ def _render_part(part: Part) -> Iterator[str]:
         yield f"### {escape(part.title)}"
     if isinstance(part, Table):
         yield render_table(part)
+        if part.note:
+            yield escape(part.note)
     elif isinstance(part, Code):
         yield fence(part.text)
     else:
         yield from _render_examples(part)
-    if not isinstance(part, Code) and part.note:
-        yield escape(part.note)
 
 
 def render_table(table: Table) -> str:

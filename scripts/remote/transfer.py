@@ -6,10 +6,10 @@ by a checksum. What is replaced is kept: there in ``.remote/replaced/``, here in
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -125,27 +125,18 @@ def fetch(host: Host, path: str, *, linked_only: bool = False) -> None:
                 if line.startswith("ignoring unsafe symlink"):
                     print(f"left out: {line.removeprefix('ignoring ')}", file=sys.stderr)
     finally:
-        keep_replaced(replaced)
+        list_replaced(replaced)
     print(f"fetched {here}", flush=True)
 
 
-def keep_replaced(folder: Path) -> None:
-    """List the files that a fetch replaced, and keep them without links and empty folders."""
-    names = []
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_file():
-            names.append(path.relative_to(folder).as_posix())
-        else:
-            with contextlib.suppress(OSError):  # not empty
-                path.rmdir()
-    for path in (folder, folder.parent):
-        with contextlib.suppress(OSError):
-            path.rmdir()
-    if names:
-        place = folder.relative_to(PROJECT_ROOT)
-        print(f"replaced {len(names)} files here, kept in {place}: {format_names(names[::-1])}", file=sys.stderr)
+def list_replaced(folder: Path) -> None:
+    """List the files that a fetch replaced; without any, remove the folder that was made for them."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    if files:
+        names = format_names([path.relative_to(folder).as_posix() for path in files])
+        print(f"replaced {len(files)} files here, kept in {folder.relative_to(PROJECT_ROOT)}: {names}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_path(host: Host, path: str) -> list[str]:

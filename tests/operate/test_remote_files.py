@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operate.machine import BIG, SECRET, Remote, cut, partial_files, stand_in
+from tests.operate.machine import BIG, SECRET, Remote, cut, partial_files, stand_in, until
 
 pytestmark = pytest.mark.operate
 
@@ -30,26 +30,36 @@ def folder(ready: Remote) -> Iterator[Path]:
     shutil.rmtree(ready.tree / "runs", ignore_errors=True)
 
 
-def test_interrupted_fetch_leaves_no_partial_file_and_resumes(ready: Remote, folder: Path) -> None:
-    (folder / "a small one").write_text("whole", encoding="utf-8")
-    (folder / "model.safetensors").write_bytes(BIG)
-    there = cut(ready, "output", 1_500_000)
-    line = ready.fails("fetch", "any_file=runs/a b", code=255)
-    assert "the same command continues" in line
-    assert not there.exists()
+@pytest.mark.parametrize(
+    ("which", "recipe"), [("output", ["fetch", "any_file=runs/a b"]), ("input", ["data-remote", "path=runs/a b"])]
+)
+def test_interrupted_copy_leaves_no_partial_file_and_resumes(
+    ready: Remote, folder: Path, which: str, recipe: list[str]
+) -> None:
     here = ready.tree / "runs" / "a b"
-    assert (here / "a small one").read_text(encoding="utf-8") == "whole"
-    assert not (here / "model.safetensors").exists()
-    (part,) = partial_files(here)
+    source, target = (folder, here) if which == "output" else (here, folder)
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "a small one").write_text("whole", encoding="utf-8")
+    (source / "model.safetensors").write_bytes(BIG)
+    there = cut(ready, which, 1_500_000)
+    assert "the same command continues" in ready.fails(*recipe, code=255)
+    assert not there.exists()
+    assert (target / "a small one").read_text(encoding="utf-8") == "whole"
+    assert not (target / "model.safetensors").exists()
+    until(lambda: partial_files(target), "the end of rsync")
+    (part,) = partial_files(target)
     assert 1_000_000 < part.stat().st_size < len(BIG)
     assert BIG.startswith(part.read_bytes())
 
-    there = cut(ready, "output", len(BIG) - part.stat().st_size + 100_000)
-    ready.works("fetch", "any_file=runs/a b")
+    there = cut(ready, which, len(BIG) - part.stat().st_size + 100_000)
+    ready.works(*recipe)
     assert there.exists()
     there.unlink()
-    assert (here / "model.safetensors").read_bytes() == BIG
-    assert not partial_files(here)
+    assert (target / "model.safetensors").read_bytes() == BIG
+    assert not partial_files(target)
+    before = (target / "model.safetensors").stat().st_ino
+    ready.works(*recipe)
+    assert (target / "model.safetensors").stat().st_ino == before
 
 
 def test_names_links_and_places(ready: Remote, folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_what_messages_spell_out_stays_text(family: tuple[Path, Any]) -> None:
     ours, template = load_tokenizer(folder), load_chat_template(folder)
     assert template is not None
     rng = np.random.default_rng(1)
-    control = [text for text in ours.special_tokens if text not in ours.visible_tokens]
+    control = [text for text in ours.special_tokens if text not in ours.options.visible_tokens]
     pieces = [*control, "the ", " ", "\n", "x", "<|", "|>"]
     for _ in range(150):
         contents = ["".join(rng.choice(pieces, int(rng.integers(1, 7)))) for _ in range(2)]

@@ -6,7 +6,6 @@ table treats it otherwise.
 
 from __future__ import annotations
 
-import json
 import os
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarking.bench_tokenizer import OURS, check_equal_outputs, train_tokenizers
 from tokenizer import PATTERNS, IncrementalDecoder, Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
 
@@ -227,26 +227,9 @@ def test_decoding_any_ids(family: Callable[[str], Family]) -> None:
     for _ in range(500):
         ids = rng.integers(ours.vocab_size, size=rng.integers(15)).tolist()
         for skip in (False, True):
-            expected = by_tokenizers.decode(ids, skip_special_tokens=skip)
-            decoder = IncrementalDecoder(ours, skip_special=skip)
-            assert ours.decode(ids, skip_special=skip) == expected
-            assert "".join(map(decoder.push, ids)) + decoder.finish() == expected
-
-
-def trained_by_tokenizers(texts: list[str], vocab_size: int, pattern: str) -> list[list[str]]:
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[pattern]), "isolated")
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    theirs.train_from_iterator(texts, trainer)
-    merges: list[list[str]] = json.loads(theirs.to_str())["model"]["merges"]
-    return merges
-
-
-def extract_merges(ours: Tokenizer) -> list[list[str]]:
-    return [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in ours.merges]
+            assert ours.decode(ids, skip_special=skip) == by_tokenizers.decode(ids, skip_special_tokens=skip)
+        decoder = IncrementalDecoder(ours)
+        assert "".join(map(decoder.push, ids)) + decoder.finish() == ours.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +240,7 @@ def test_training_on_nasty_text(pattern: str, corpus: list[str]) -> None:
     special = ["<|endoftext|><|mask|>" * 50, "<|mask|>\n<|endoftext|>"]
     texts = [*corpus, "".join(ASSIGNED[index] for index in order), *special, *corpus[:2], "", "\0" * 50]
     ours = train_bpe(texts, vocab_size=2002, pattern=pattern)
-    assert extract_merges(ours) == trained_by_tokenizers(texts, 2000, pattern)
+    check_equal_outputs("training", {OURS: ours, "tokenizers": train_tokenizers(texts, 2000, pattern)})
 
 
 @pytest.mark.parametrize(("kind", "size"), [("ties", 2000), ("long words", 400)])
@@ -270,4 +253,4 @@ def test_training_on_few_letters(kind: str, size: int) -> None:
         else:
             texts = ["".join("acgt"[index] for index in rng.integers(4, size=20_000)), "a" * 10_001]
         ours = train_bpe(texts, vocab_size=size + 2, pattern="llama3")
-        assert extract_merges(ours) == trained_by_tokenizers(texts, size, "llama3")
+        check_equal_outputs("training", {OURS: ours, "tokenizers": train_tokenizers(texts, size, "llama3")})

@@ -6,33 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarking.bench_ddp import (
-    OURS,
-    TORCH_DDP,
-    DistributedCase,
-    build_all,
-    measure,
-    minimum_sent_bytes,
-    parse_loopback_bytes,
-)
+from benchmarking.bench_ddp import OURS, TORCH_DDP, DistributedCase, build_all, measure
+from config.model import ModelConfig
 from ddp.process_group import World
 from logger.pages import Table
 from tests.distributed.forked import run_ranks
-from tests.unit.benchmarking.cases import read_columns
+from tests.unit.benchmarking.cases import SIZES, read_columns
 
-CASE = DistributedCase(hidden_size=16, layers=2, vocab_size=32, length=8, batch_size=2, bucket_mib=0.01, steps=1)
-DEV = """Inter-|   Receive                                        |  Transmit
- face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
-  eth0:    1       2    0    0    0     0          0         0     3       4    0    0    0     0       0          0
-    lo: 50000    100    0    0    0     0          0         0 60000     100    0    0    0     0       0          0
-"""
-
-
-def test_counters() -> None:
-    assert parse_loopback_bytes(DEV) == 60_000
-    with pytest.raises(ValueError, match="/proc/net/dev has no interface lo"):
-        parse_loopback_bytes("eth0: 1 2")
-    assert minimum_sent_bytes(100, 2) == 400 and minimum_sent_bytes(100, 4) == 600
+CASE = DistributedCase(
+    ModelConfig(**SIZES, max_position_embeddings=8, vocab_size=32), batch_size=2, bucket_mib=0.01, steps=1
+)
 
 
 @pytest.mark.slow  # five implementations, each of two ranks

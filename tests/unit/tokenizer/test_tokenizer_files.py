@@ -102,7 +102,7 @@ def test_roles_come_from_the_config_first(saved: Path) -> None:
     edit(saved / "tokenizer_config.json", lambda c: c.update(added_tokens_decoder=added, mask_token="<|MASK|>"))
     loaded = load_tokenizer(saved)
     assert (loaded.mask_token_id, loaded.vocab_size) == (1500, 1502)
-    assert loaded.visible_tokens == frozenset({"<think>"})
+    assert loaded.options.visible_tokens == frozenset({"<think>"})
     edit(saved / "tokenizer_config.json", lambda c: c.update(mask_token="<gone>"))
     with pytest.raises(ValueError, match=r"tokenizer\.json: mask_token '<gone>' of tokenizer_config\.json"):
         load_tokenizer(saved)

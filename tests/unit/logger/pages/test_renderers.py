@@ -67,7 +67,6 @@ SAMPLES = Examples(
             title="First",
         )
     ],
-    note="Seeds are fixed.",
 )
 LOG = Code(f"```{ATTACK}", "Log")
 PAGE = Page(
