@@ -28,6 +28,7 @@ from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl.graded import GradedTask
+from diffusionlm.vision.messages import split_images
 from files.paths import hash_file
 from files.usage_error import prefix_errors
 from tokenizer import Tokenizer
@@ -112,6 +113,8 @@ class PromptSet:
             for item in prepared.items:
                 with prefix_errors(f"item {item.id!r}"):
                     self.task.check_item(item)
+                    if item.images or split_images(item.messages)[1]:
+                        raise ValueError("rollouts read no images: leave items with images out")
                 try:
                     length = len(prepared.build_request(item, 0).canvas_L)
                     if length > config.row_length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -323,3 +324,11 @@ def test_bench_measures_the_parts_of_an_update(configure: Configure, tmp_path: P
     assert not (tmp_path / "run").exists()  # it trains in a temporary directory
     with pytest.raises(ValueError, match="there is nothing to measure"):
         BenchTrainConfig()
+
+
+def test_prompts_with_images_are_refused(configure: Configure, tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"")
+    data = tmp_path / "pictures.jsonl"
+    data.write_text(json.dumps({"id": "a", "question": "What?", "image": "picture.png"}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rl\.prompts: item 'a': rollouts read no images"):
+        build(configure("images", rl={"prompts": {"data": str(data)}}))
