@@ -60,7 +60,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     path, contents = folder / TOKENIZER_FILE, _read_if_there(folder / TOKENIZER_FILE)
     try:
         if not path.is_file():
-            path, contents = folder, _read_slow_files(folder, config)
+            path = folder
+            contents = _read_slow_files(folder, config)
         build = SentencePieceTokenizer if is_sentencepiece(contents) else from_huggingface
         tokenizer = build(contents, config)
     except ValueError as error:
