@@ -72,13 +72,13 @@ def compute_logits(
 
 @torch.inference_mode()
 def compute_masked_logits(
-    model: Transformer, length: int, images: Sequence[PlacedImage], pattern: AttentionPattern
+    model: Transformer, token_ids: Sequence[int], images: Sequence[PlacedImage], pattern: AttentionPattern
 ) -> Tensor:
-    """Logits [L, V] of masks alone, at the position ids of a text with images."""
-    inputs = ImageInputs.none(torch.arange(length))
-    positions_3BL = torch.from_numpy(compute_mrope_positions(length, images))[:, None]
+    """Logits [L, V] of a text at the position ids of another one with images, such as masks in their place."""
+    inputs = ImageInputs.none(torch.arange(len(token_ids)))
+    positions_3BL = torch.from_numpy(compute_mrope_positions(len(token_ids), images))[:, None]
     inputs = replace(inputs, positions_3BS=positions_3BL, features_EFD=torch.zeros(1, 0, CONFIG.hidden_size))
-    return model(torch.full((1, length), MASK), pattern=pattern, images=inputs)[0]
+    return model(torch.tensor([[*token_ids]]), pattern=pattern, images=inputs)[0]
 
 
 def make_image_jobs(

@@ -73,9 +73,9 @@ def test_answers_of_one_token(name: str) -> None:
 def test_copies_of_blocks_share_a_context_with_an_image() -> None:
     """Options of other lengths after a context that ends within a block; causal ones are sums over their tokens."""
     model = make_vision_model(block_length=4)
-    options = ((9, 8), (9,), (7, 9, 9, 1, 2, 3))
+    options = ((9,), (9, 8), (7, 9, 9, 1, 2, 3))
     config = AnswerLikelihoodConfig(max_enumerated_forwards=64, num_mc_samples=64)
-    request = build_request(model, PARTS[0], *options)
+    request = build_request(model, [5, 6, paint(2, 3)], *options)
     together = score_documents(model, [request], config)[0].log_likelihoods
     alone = [score_documents(model, [replace(request, options=(option,))], config)[0] for option in options]
     assert together == pytest.approx([score.log_likelihood for score in alone], abs=1e-9)
@@ -84,22 +84,33 @@ def test_copies_of_blocks_share_a_context_with_an_image() -> None:
     assert scores == pytest.approx([score_in_full_forwards(causal, request, option) for option in options], abs=1e-9)
 
 
-def test_guidance_and_conditional_likelihood() -> None:
-    """With guidance the context is masked, with its image, at the same position ids."""
+def test_conditional_likelihood() -> None:
     model = make_vision_model()
-    text = expand_images(*write_prompt(*PARTS[0]), PROCESSOR, model.config)
-    estimate = conditional_likelihood(model, text, [9])
-    request = build_request(model, PARTS[0], (9,))
-    assert estimate.log_likelihood == pytest.approx(score_in_full_forwards(model, request, (9,)), abs=1e-9)
-    other = expand_images(*write_prompt(*PARTS[1]), PROCESSOR, model.config)
-    assert abs(conditional_likelihood(model, other, [9]).log_likelihood - estimate.log_likelihood) > 1e-3
-    guided = score_documents(model, [request], AnswerLikelihoodConfig(cfg_scale=0.5))[0].log_likelihood
-    canvas, images = [*text.token_ids, MASK], text.images
-    given_V = compute_logits(model, canvas, images, Bidirectional())[-1]
-    masked_V = compute_masked_logits(model, len(canvas), images, Bidirectional())[-1]
-    logits_V = masked_V + 1.5 * (given_V - masked_V)
-    logits_V[MASK] = -torch.inf
-    assert guided == pytest.approx(float(logits_V.log_softmax(-1)[9]), abs=1e-9)
+    values = []
+    for parts in PARTS[:2]:
+        request = build_request(model, parts, (9,))
+        text = expand_images(*write_prompt(*parts), PROCESSOR, model.config)
+        values.append(conditional_likelihood(model, text, [9]).log_likelihood)
+        assert values[-1] == pytest.approx(score_in_full_forwards(model, request, (9,)), abs=1e-9)
+    assert abs(values[0] - values[1]) > 1e-3
+
+
+def test_guidance_masks_the_context_at_the_same_position_ids() -> None:
+    """An enumerated bound of two tokens is the mean over both orders."""
+    model, answer = make_vision_model(), {-2: 9, -1: 8}
+    request = build_request(model, PARTS[0], tuple(answer.values()))
+    images, total = request.context_options.images, 0.0
+    for order in ((-2, -1), (-1, -2)):
+        canvas, masked = [*request.context, MASK, MASK], [MASK] * (len(request.context) + 2)
+        for position in order:
+            given_LV = compute_logits(model, canvas, images, Bidirectional())
+            masked_LV = compute_masked_logits(model, masked, images, Bidirectional())
+            logits_V = masked_LV[position] + 1.5 * (given_LV - masked_LV)[position]
+            logits_V[MASK] = -torch.inf
+            canvas[position] = masked[position] = answer[position]
+            total += float(logits_V.log_softmax(-1)[answer[position]]) / 2
+    guided = score_documents(model, [request], AnswerLikelihoodConfig(cfg_scale=0.5))[0]
+    assert guided.is_exact and guided.log_likelihood == pytest.approx(total, abs=1e-9)
 
 
 def test_greedy_matches_read_the_image() -> None:

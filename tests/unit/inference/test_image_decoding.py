@@ -19,7 +19,6 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import decode, generate, infill, to_generation
 from diffusionlm.inference.images import TextImages, join_images
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.lora import LoRALinear, add_adapter
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.row_adapters import ModelAdapter
@@ -187,22 +186,26 @@ def test_bidirectional_caches_are_exact_in_one_layer(cache: str) -> None:
 
 @pytest.mark.parametrize("name", ["model", "blocks"])
 def test_guidance_masks_images_at_the_same_position_ids(name: str, request: pytest.FixtureRequest) -> None:
-    """A read is one forward: its log-probabilities are those of both texts, computed whole."""
+    """The second step reads the token of the first one at its distance from the masks in place of the image."""
     network: Transformer = request.getfixturevalue(name)
-    text, images = write_prompt(5, 6, paint(2, 3), MASK, 7, MASK)
-    options = RequestOptions(is_infill=True, is_read=True)
-    config = GenerationConfig(cfg_scale=0.5)
-    [answer] = infill(network, [text], config, options=options, images=[images], processor=PROCESSOR)
-    token_ids, placed = place(network, 5, 6, paint(2, 3), MASK, 7, MASK)
+    parts: list[int | EncodedImage] = [MASK, 6, paint(2, 5), 7, MASK]
+    text, images = write_prompt(*parts)
+    config = GenerationConfig(cfg_scale=0.5, remasking_strategy="sequential", block_length=4)
+    [answer] = infill(network, [text], config, images=[images], processor=PROCESSOR)
+    canvas, placed = place(network, *parts)
+    masked, logprobs = [MASK] * len(canvas), []
     pattern = Bidirectional() if name == "model" else BlockCausal(4)
-    given_LV = compute_logits(network, token_ids, placed.images, pattern)
-    masked_LV = compute_masked_logits(network, len(token_ids), placed.images, pattern)
-    guided_LV = masked_LV + 1.5 * (given_LV - masked_LV)
-    guided_LV[:, [MASK, IMAGE]] = -torch.inf
-    positions = np.flatnonzero(np.array(token_ids) == MASK).tolist()
-    expected = guided_LV.log_softmax(-1)[positions].max(-1)
-    assert answer.logprobs == pytest.approx(expected.values.tolist(), abs=1e-9)
-    assert [answer.token_ids[position] for position in positions] == expected.indices.tolist()
+    for position in (0, len(canvas) - 1):
+        given_LV, masked_LV = (
+            compute_logits(network, canvas, placed.images, pattern),
+            compute_masked_logits(network, masked, placed.images, pattern),
+        )
+        logits_V = masked_LV[position] + 1.5 * (given_LV - masked_LV)[position]
+        logits_V[[MASK, IMAGE]] = -torch.inf
+        canvas[position] = masked[position] = int(logits_V.argmax())
+        logprobs.append(float(logits_V.log_softmax(-1).max()))
+    assert list(answer.token_ids) == canvas
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["blocks", "shifted"])
@@ -220,6 +223,22 @@ def test_deterministic_log_probabilities_are_the_same_bits(name: str) -> None:
         assert answers == expected
     for job, answer in zip(jobs, expected, strict=True):
         assert answer.logprobs == pytest.approx(decode(model, [job])[0].logprobs, abs=1e-4)
+
+
+def test_a_tile_reads_the_end_of_a_cached_image() -> None:
+    """The last block of the prompt holds it, and is read again for the output before the next block."""
+    model = make_vision_model(torch.float32, block_length=4, logit_alignment="shifted")
+    token_ids, options = place(model, 1, 2, 3, 4, paint(2, 7))
+    assert len(token_ids) == 20 and options.images[0].end == 19
+    job = prepare_request(settings_of(model, stop_token_ids=()), token_ids, options=options)
+    decoder = Decoder(model, *limit_decoder(60, 1, deterministic=True, prefix_cache=True))
+    answers = []
+    for num_cached in (0, 19):
+        [active] = add_requests(decoder, job)
+        drain(decoder, active)
+        assert active.num_cached_tokens == num_cached
+        answers.append(to_generation(active))
+    assert answers[0] == answers[1]
 
 
 def record_grids(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
