@@ -13,6 +13,8 @@ VISION_PREFIX = "model.visual."
 """Start of the names of the parameters of a vision tower."""
 VisionPart = Literal["vision", "merger"]
 """Parts of a vision tower: patch embedding, position table and blocks; or what projects their outputs to the text."""
+BlockAttention = Literal["block", "token"]
+"""Last key of a query in its own block: that of the block, or the query itself."""
 BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 
@@ -201,6 +203,13 @@ class Architecture(Section):
     logit_alignment: Literal["same_position", "shifted"] = "same_position"
     """Output that predicts token i: output i, or output i - 1 (shifted), as in autoregressive models and diffusion
     models that start from them (Dream)."""
+    clean_alignment: Literal["shifted"] | None = None
+    """Output of committed text. shifted: committed text is token-causal, its output i - 1 predicts token i, and noisy
+    outputs predict all tokens of a block: with shifted `logit_alignment` one token further than their own position, the
+    first token of the next block with the last output (I-DLM). None: committed text is block-causal."""
+    noisy_attention: BlockAttention = "block"
+    """Keys of a noisy query in its own block: all (block), or up to itself (token, I-DLM). token needs
+    `clean_alignment`."""
     sliding_window: PositiveInt | None = None
     """In layers of "sliding_attention", queries attend to keys less than this many positions away."""
     layer_types: TupleOf[Literal["full_attention", "sliding_attention"]] | None = None
@@ -246,6 +255,12 @@ class Architecture(Section):
             raise ValueError('layer_types has "sliding_attention": set sliding_window')
         if self.vision is not None:
             self._check_vision(self.vision)
+        return self
+
+    @model_validator(mode="after")
+    def _check_noisy_attention(self) -> Self:
+        if self.noisy_attention == "token" and self.clean_alignment is None:
+            raise ValueError('noisy_attention = "token" needs token-causal text: set clean_alignment = "shifted"')
         return self
 
     def _check_vision(self, vision: VisionConfig) -> None:
@@ -341,5 +356,5 @@ class ModelConfig(Architecture):
 
     @property
     def is_autoregressive(self) -> bool:
-        """The model predicts the next token: blocks of one token, shifted logits."""
-        return self.block_length == 1 and self.logit_alignment == "shifted"
+        """The model predicts the next token and nothing else: blocks of one token, shifted logits."""
+        return self.block_length == 1 and self.logit_alignment == "shifted" and self.clean_alignment is None

@@ -35,7 +35,7 @@ GEMMA_OPTIONS_OFF: Options = {
 }
 DENSE_OPTIONS: Options = {**GEMMA_OPTIONS_OFF, "num_experts": 0}
 
-_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "block_length")
+_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "block_length")
 _MOE_KEYS = {
     "num_experts",
     "num_experts_per_tok",
@@ -143,6 +143,7 @@ class ModelFamily:
         """Build the keys of config.json, without ``model_type`` and ``architectures``."""
         omitted = {"model_type", "stop_token_ids"} | GEMMA_OPTIONS_OFF.keys() | self.omitted_keys(config)
         omitted |= set() if config.num_experts else _MOE_KEYS
+        omitted |= {"noisy_attention"} if config.noisy_attention == "block" else set()
         values = config.model_dump(mode="json", exclude_none=True, exclude=omitted)
         if config.attention_output_bias == (self.has_attention_output_bias and config.attention_bias):
             del values["attention_output_bias"]
@@ -312,11 +313,16 @@ class ModelFamily:
         problems = []
         if config.mask_token_id is None:
             problems.append("no mask_token_id (add [diffusion])")
-        alignment = self.diffusion_defaults["logit_alignment"]
+        alignment, clean_alignment = (
+            self.diffusion_defaults["logit_alignment"],
+            self.diffusion_defaults.get("clean_alignment"),
+        )
         if config.logit_alignment != alignment:
             problems.append(
                 f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
             )
+        if config.clean_alignment != clean_alignment:
+            problems.append(f"clean_alignment = {config.clean_alignment!r} (it has {clean_alignment!r})")
         if self.has_block_size_key and config.block_length is None:
             problems.append("no block_length (set diffusion.block_length)")
         if problems:

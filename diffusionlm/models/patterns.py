@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from config.model import BlockAttention
 from diffusionlm.models.tensors import copy_to_device
 
 Intervals = tuple[Tensor, Tensor]
 """Starts and ends of half-open key ranges, each int64 [B or 1, S, R]."""
-BlockAttention = Literal["block", "token"]
-"""Last key of a query in its own block: that of the block, or the query itself."""
 GatherKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Called with the keys and values of a forward's inputs; returns those of all positions, with gradient."""
 

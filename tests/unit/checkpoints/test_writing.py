@@ -33,6 +33,12 @@ AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": None, "block_length": 1, "log
 MODELS = [
     pytest.param({"block_length": 4}, "qwen3", id="block"),
     pytest.param(AUTOREGRESSIVE, "qwen3", id="autoregressive"),
+    pytest.param({"block_length": 4, "clean_alignment": "shifted"}, "qwen3", id="token-causal text"),
+    pytest.param(
+        AUTOREGRESSIVE | {"mask_token_id": 18, "clean_alignment": "shifted", "noisy_attention": "token"},
+        "qwen3",
+        id="causal halves",
+    ),
     pytest.param({"rope_scaling": YarnRope(factor=4.0, original_max_position_embeddings=16)}, "qwen3", id="yarn"),
     pytest.param({**EXPERTS, "mlp_only_layers": [1], "router_aux_loss_coef": 0.5}, "qwen3_moe", id="qwen3-moe-mlp"),
     pytest.param(
@@ -43,7 +49,15 @@ MODELS = [
     ),
     pytest.param({"model_type": "sdar", "block_length": 8, "block_origin": "turn"}, "sdar", id="sdar"),
     pytest.param(
-        {**LLADA, "tie_word_embeddings": False, "pad_token_id": None, "block_origin": "turn"}, "llada", id="llada"
+        {
+            **LLADA,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+            "block_origin": "turn",
+            "clean_alignment": "shifted",
+        },
+        "llada",
+        id="llada",
     ),
 ]
 

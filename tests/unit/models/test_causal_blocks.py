@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from config.model import BlockAttention
 from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import (
     AttentionPattern,
-    BlockAttention,
     BlockCausal,
     BlockDiffusion,
     Causal,
