@@ -68,6 +68,9 @@ class YarnRope(Section):
     """Frequencies with more rotations than this in the original context are high."""
     beta_slow: PositiveFloat = 1.0
     """Frequencies with fewer rotations than this in the original context are low."""
+    llama_4_scaling_beta: NonNegativeFloat | None = None
+    """Scale s of rotated queries (Llama 4, Ministral 3): at position i they are multiplied by
+    1 + s ln(1 + floor(i / original_max_position_embeddings)). None: they are not."""
 
     @model_validator(mode="after")
     def _check_frequency_order(self) -> Self:
@@ -276,6 +279,11 @@ class Architecture(Section):
                 f"vision.deepstack_visual_indexes = {list(vision.deepstack_visual_indexes)} must be fewer than "
                 f"num_hidden_layers = {self.num_hidden_layers}: one text layer receives each"
             )
+
+    @property
+    def scales_queries(self) -> bool:
+        """Queries are scaled by their position (Llama 4)."""
+        return isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.llama_4_scaling_beta is not None
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts in place of the feed-forward (the rule of transformers' Qwen3-MoE)."""
