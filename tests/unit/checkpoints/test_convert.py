@@ -201,7 +201,7 @@ def test_token_causal_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert (model.config.clean_alignment, model.config.noisy_attention) == ("shifted", "block")
     values = json.loads((tmp_path / "blocks/config.json").read_text())
     assert values["clean_alignment"] == "shifted" and "noisy_attention" not in values
-    with pytest.raises(ValueError, match=r"'sdar'.*no model with clean_alignment = 'shifted' \(it has None\)"):
+    with pytest.raises(ValueError, match=r"'sdar'.*no model with clean_alignment = 'shifted' \(it has None"):
         converted(path, tmp_path / "sdar", model_type="sdar", diffusion=diffusion)
 
 
