@@ -86,6 +86,7 @@ def tabulate_conversion(conversion: Conversion) -> Table:
         rows.append(("mask token", f"{config.diffusion.mask_token!r}, id {target.mask_token_id}: {row}"))
         rows.append(("block length", str(target.block_length or "none: one block for all")))
         rows.append(("logit alignment", target.logit_alignment))
+        rows.append(("committed text", "block-causal" if target.clean_alignment is None else "token-causal"))
     if conversion.unties_head:
         rows.append(("head", "a copy of the embedding"))
     family = get_family(target)

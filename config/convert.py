@@ -29,6 +29,9 @@ class DiffusionSection(Section):
     logit_alignment: Literal["keep", "same_position", "shifted"] = "keep"
     """Output that predicts token i: i, or i - 1 (shifted). keep: as in the source; autoregressive models are
     shifted."""
+    clean_alignment: Literal["shifted"] | None = None
+    """shifted: committed text is token-causal and its output i - 1 predicts token i, as in the source: the model keeps
+    its next-token law. Train it with objective.clean_attention = "token". None: committed text is block-causal."""
     untie_head: bool = False
     """Give the output head its own weights, a copy of the embedding (SDAR)."""
 

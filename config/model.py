@@ -13,6 +13,8 @@ VISION_PREFIX = "model.visual."
 """Start of the names of the parameters of a vision tower."""
 VisionPart = Literal["vision", "merger"]
 """Parts of a vision tower: patch embedding, position table and blocks; or what projects their outputs to the text."""
+BlockAttention = Literal["block", "token"]
+"""Last key of a query in its own block: that of the block, or the query itself."""
 BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 
@@ -66,6 +68,9 @@ class YarnRope(Section):
     """Frequencies with more rotations than this in the original context are high."""
     beta_slow: PositiveFloat = 1.0
     """Frequencies with fewer rotations than this in the original context are low."""
+    llama_4_scaling_beta: NonNegativeFloat | None = None
+    """Scale s of rotated queries (Llama 4, Ministral 3): at position i they are multiplied by
+    1 + s ln(1 + floor(i / original_max_position_embeddings)). None: they are not."""
 
     @model_validator(mode="after")
     def _check_frequency_order(self) -> Self:
@@ -201,6 +206,13 @@ class Architecture(Section):
     logit_alignment: Literal["same_position", "shifted"] = "same_position"
     """Output that predicts token i: output i, or output i - 1 (shifted), as in autoregressive models and diffusion
     models that start from them (Dream)."""
+    clean_alignment: Literal["shifted"] | None = None
+    """Output of committed text. shifted: committed text is token-causal, its output i - 1 predicts token i, and noisy
+    outputs predict all tokens of a block: with shifted `logit_alignment` one token further than their own position, the
+    first token of the next block with the last output (I-DLM). None: committed text is block-causal."""
+    noisy_attention: BlockAttention = "block"
+    """Keys of a noisy query in its own block: all (block), or up to itself (token, I-DLM). token needs
+    `clean_alignment`."""
     sliding_window: PositiveInt | None = None
     """In layers of "sliding_attention", queries attend to keys less than this many positions away."""
     layer_types: TupleOf[Literal["full_attention", "sliding_attention"]] | None = None
@@ -248,6 +260,12 @@ class Architecture(Section):
             self._check_vision(self.vision)
         return self
 
+    @model_validator(mode="after")
+    def _check_noisy_attention(self) -> Self:
+        if self.noisy_attention == "token" and self.clean_alignment is None:
+            raise ValueError('noisy_attention = "token" needs token-causal text: set clean_alignment = "shifted"')
+        return self
+
     def _check_vision(self, vision: VisionConfig) -> None:
         _, num_rows, num_columns = vision.mrope_section
         num_pairs = self.head_dim // 2
@@ -261,6 +279,11 @@ class Architecture(Section):
                 f"vision.deepstack_visual_indexes = {list(vision.deepstack_visual_indexes)} must be fewer than "
                 f"num_hidden_layers = {self.num_hidden_layers}: one text layer receives each"
             )
+
+    @property
+    def scales_queries(self) -> bool:
+        """Queries are scaled by their position (Llama 4)."""
+        return isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.llama_4_scaling_beta is not None
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts in place of the feed-forward (the rule of transformers' Qwen3-MoE)."""
@@ -341,5 +364,5 @@ class ModelConfig(Architecture):
 
     @property
     def is_autoregressive(self) -> bool:
-        """The model predicts the next token: blocks of one token, shifted logits."""
-        return self.block_length == 1 and self.logit_alignment == "shifted"
+        """The model predicts the next token and nothing else: blocks of one token, shifted logits."""
+        return self.block_length == 1 and self.logit_alignment == "shifted" and self.clean_alignment is None

@@ -12,7 +12,10 @@ from config.model import IMAGE_TOKEN_ID_KEYS, Architecture, ModelConfig
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.families.registry import get_family
 
-CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
+CHANGEABLE_OPTIONS = (
+    "max_position_embeddings", "initializer_range", "logit_alignment", "clean_alignment", "noisy_attention",
+    "router_aux_loss_coef",
+)  # fmt: skip
 """Options that may differ from those of the model whose weights training starts from."""
 
 

@@ -168,6 +168,8 @@ def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[
             architecture = {**architecture, "tie_word_embeddings": False}
         if resolved.diffusion.logit_alignment != "keep":
             architecture = {**architecture, "logit_alignment": resolved.diffusion.logit_alignment}
+        if resolved.diffusion.clean_alignment is not None:
+            architecture = {**architecture, "clean_alignment": resolved.diffusion.clean_alignment}
     return Stage(settings, directory, resolved, parent, model, architecture)
 
 

@@ -12,7 +12,7 @@ from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from files.json_files import read_json_object
 
-HEAD_NAMES = {"lm_head", "ff_out"}
+HEAD_NAMES = {"lm_head", "ff_out", "diffusion_head"}
 """Names of the head in the families' checkpoints."""
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False,),

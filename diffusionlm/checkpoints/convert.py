@@ -203,6 +203,7 @@ def _to_diffusion_config(config: ModelConfig, section: DiffusionSection, mask_to
         "mask_token_id": mask_token_id,
         "block_length": section.block_length,
         "logit_alignment": config.logit_alignment if section.logit_alignment == "keep" else section.logit_alignment,
+        "clean_alignment": section.clean_alignment,
         "tie_word_embeddings": config.tie_word_embeddings and not section.untie_head,
     }
     return ModelConfig.model_validate(config.model_dump() | changes)

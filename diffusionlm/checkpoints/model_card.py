@@ -170,6 +170,8 @@ def _architecture_rows(config: ModelConfig, num_parameters: int) -> dict[str, st
         "mask token": "none" if config.mask_token_id is None else config.mask_token_id,
         "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
     }
+    if config.clean_alignment is not None:
+        rows["committed text"] = "token-causal, output i - 1 predicts token i"
     if config.num_experts:
         active = num_parameters - count_idle_parameters(config)
         rows["parameters"] = f"{num_parameters:,}, of which {active:,} are active for a token"

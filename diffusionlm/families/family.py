@@ -35,7 +35,7 @@ GEMMA_OPTIONS_OFF: Options = {
 }
 DENSE_OPTIONS: Options = {**GEMMA_OPTIONS_OFF, "num_experts": 0}
 
-_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "block_length")
+_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "block_length")
 _MOE_KEYS = {
     "num_experts",
     "num_experts_per_tok",
@@ -85,6 +85,8 @@ class ModelFamily:
     requires_experts: bool = False
     has_vision: bool = False
     """Its models have a vision tower; those of other families have none."""
+    scales_queries: bool = False
+    """Its attention scales queries by position (Llama 4); that of other families does not."""
     stacks_experts: bool = False
     """Weight files hold a projection of all experts of a layer in one tensor."""
     has_block_size_key: bool = False
@@ -143,6 +145,7 @@ class ModelFamily:
         """Build the keys of config.json, without ``model_type`` and ``architectures``."""
         omitted = {"model_type", "stop_token_ids"} | GEMMA_OPTIONS_OFF.keys() | self.omitted_keys(config)
         omitted |= set() if config.num_experts else _MOE_KEYS
+        omitted |= {"noisy_attention"} if config.noisy_attention == "block" else set()
         values = config.model_dump(mode="json", exclude_none=True, exclude=omitted)
         if config.attention_output_bias == (self.has_attention_output_bias and config.attention_bias):
             del values["attention_output_bias"]
@@ -152,7 +155,7 @@ class ModelFamily:
             if key in self.default_options:
                 values[key] = getattr(config, key)
         if self.diffusion_defaults is not None:
-            values |= {"block_length": config.block_length, "mask_token_id": config.mask_token_id}
+            values |= {key: getattr(config, key) for key in self.diffusion_defaults}
         elif config.block_length is None:
             values["is_causal"] = False  # transformers then computes bidirectional attention
         if self.has_block_size_key:
@@ -167,7 +170,7 @@ class ModelFamily:
         """Translate a parameter name to the tensor name in the family's weight files."""
         return parameter_name
 
-    # Reading and writing, the same for all families.
+    # Reading and writing, the same for nearly all families.
 
     def read_options(
         self, values: JsonObject, directory: Path, generation: JsonObject | None = None
@@ -222,6 +225,9 @@ class ModelFamily:
             for key, value in self.fixed_options.items()
             if options.get(key, value) != value
         ]
+        if ("llama_4_scaling_beta" in (options.get("rope_scaling") or {})) != self.scales_queries:
+            relation = "needs rope_parameters of type yarn with" if self.scales_queries else "does not support"
+            problems.append(f"model_type = {self.model_type!r} {relation} llama_4_scaling_beta")
         options = {"tie_word_embeddings": False, **self.default_options, **options, **self.fixed_options}
         has_bias = self.has_attention_output_bias and options.get("attention_bias", False)
         options.setdefault("attention_output_bias", has_bias)
@@ -255,11 +261,8 @@ class ModelFamily:
                 problems.append(
                     f"block_size = {values['block_size']!r} contradicts block_length = {options['block_length']!r}"
                 )
-        elif self.has_block_size_key and "block_length" not in options:
-            # The Hub's cache has directories models--OWNER--NAME/snapshots/REVISION.
-            folder = directory.parent.parent if directory.parent.name == "snapshots" else directory
-            if match := _BLOCK_LENGTH_SUFFIX.search(folder.name):
-                options["block_length"] = int(match[1])
+        elif self.has_block_size_key and (match := _BLOCK_LENGTH_SUFFIX.search(model_name(directory))):
+            options.setdefault("block_length", int(match[1]))
         if self.diffusion_defaults is not None:
             return {**self.diffusion_defaults, **options}
         if all(value is None for value in options.values()):
@@ -296,6 +299,8 @@ class ModelFamily:
             problems.append("num_experts = 0")
         if (config.vision is not None) != self.has_vision:
             problems.append("no vision tower" if self.has_vision else "a vision tower")
+        if config.scales_queries != self.scales_queries:
+            problems.append(("no " if self.scales_queries else "") + "llama_4_scaling_beta in rope_scaling")
         if config.hidden_act not in self.activations:
             problems.append(f"hidden_act = {config.hidden_act!r} (it has {' or '.join(map(repr, self.activations))})")
         if problems:
@@ -312,15 +317,20 @@ class ModelFamily:
         problems = []
         if config.mask_token_id is None:
             problems.append("no mask_token_id (add [diffusion])")
-        alignment = self.diffusion_defaults["logit_alignment"]
-        if config.logit_alignment != alignment:
-            problems.append(
-                f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
-            )
+        for key in ("logit_alignment", "clean_alignment", "noisy_attention"):
+            value, own = getattr(config, key), self.diffusion_defaults.get(key, ModelConfig.model_fields[key].default)
+            if value != own:
+                problems.append(f"{key} = {value!r} (it has {own!r}; see [diffusion])")
         if self.has_block_size_key and config.block_length is None:
             problems.append("no block_length (set diffusion.block_length)")
         if problems:
             raise ValueError(f"model_type = {self.model_type!r}: the family has no model with {'; '.join(problems)}")
+
+
+def model_name(directory: Path) -> str:
+    """Return the name of a model's directory, or of its repository in the Hub's cache."""
+    # The cache has directories models--OWNER--NAME/snapshots/REVISION.
+    return (directory.parent.parent if directory.parent.name == "snapshots" else directory).name
 
 
 def read_rope(values: JsonObject, problems: list[str]) -> Options:
@@ -338,6 +348,10 @@ def read_rope(values: JsonObject, problems: list[str]) -> Options:
         theta = rope.get("rope_theta")
         if theta is not None and options.setdefault("rope_theta", theta) != theta:
             problems.append(f"{key} has rope_theta = {theta!r}, which contradicts {options['rope_theta']!r}")
+        if kind == "yarn" and rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim"):
+            # The factor is the quotient of their scales (transformers).
+            factor = 1.0 if rope.get("attention_factor") is None else rope["attention_factor"]
+            rope = {**rope, "mscale": None, "mscale_all_dim": None, "attention_factor": factor}
         for name, value in _NEUTRAL_YARN_VALUES.items() if kind == "yarn" else ():
             if rope.get(name) not in (None, value):
                 problems.append(f"{key} has {name} = {rope[name]!r}: not supported")

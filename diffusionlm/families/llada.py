@@ -40,6 +40,8 @@ _SHARED_KEYS = (
     "block_length",
     "block_origin",
     "logit_alignment",
+    "clean_alignment",
+    "noisy_attention",
     "begin_with_eos",
 )
 _SUPPORTED_VALUES: JsonObject = {

@@ -18,6 +18,8 @@ _TOP_LEVEL_KEYS = (
     "block_length",
     "block_origin",
     "logit_alignment",
+    "clean_alignment",
+    "noisy_attention",
     "begin_with_eos",
 )
 """Keys beside ``text_config`` and ``vision_config``; all others of the text are in ``text_config``."""

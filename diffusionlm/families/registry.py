@@ -1,20 +1,24 @@
 """The list of model families.
 
-| model_type   | layers as | where config.json has no diffusion keys                                                 |
-|--------------|-----------|-----------------------------------------------------------------------------------------|
-| qwen3        | Qwen3     | autoregressive: block_length 1, shifted logits, no mask token                           |
-| qwen2        | Qwen2     | autoregressive (Qwen2 and Qwen2.5)                                                      |
-| llama        | Llama     | autoregressive                                                                          |
-| qwen3_moe    | Qwen3-MoE | autoregressive                                                                          |
-| qwen3_vl     | Qwen3     | autoregressive, with a vision tower                                                     |
-| qwen3_vl_moe | Qwen3-MoE | autoregressive, with a vision tower                                                     |
-| gemma2       | Gemma 2   | autoregressive                                                                          |
-| sdar         | Qwen3     | mask 151669, same position, block_length 4 or the number that ends the directory's name |
-| sdar_moe     | Qwen3-MoE | as sdar                                                                                 |
-| llada        | Llama     | mask 126336, same position, one block for the whole sequence                            |
-| Dream        | Qwen2     | mask 151666, shifted logits, one block for the whole sequence                           |
+| model_type              | layers as    | where config.json has no diffusion keys                                    |
+|-------------------------|--------------|----------------------------------------------------------------------------|
+| qwen3                   | Qwen3        | autoregressive: block_length 1, shifted logits, no mask token              |
+| qwen2                   | Qwen2        | autoregressive (Qwen2 and Qwen2.5)                                         |
+| llama                   | Llama        | autoregressive                                                             |
+| qwen3_moe               | Qwen3-MoE    | autoregressive                                                             |
+| qwen3_vl                | Qwen3        | autoregressive, with a vision tower                                        |
+| qwen3_vl_moe            | Qwen3-MoE    | autoregressive, with a vision tower                                        |
+| gemma2                  | Gemma 2      | autoregressive                                                             |
+| ministral3              | Ministral 3  | autoregressive; YaRN with scaled queries                                   |
+| sdar                    | Qwen3        | mask 151669, same position, block_length 4, or B of a directory's name -bB |
+| sdar_moe                | Qwen3-MoE    | as sdar                                                                    |
+| llada                   | Llama        | mask 126336, same position, one block for the whole sequence               |
+| Dream                   | Qwen2        | mask 151666, shifted logits, one block for the whole sequence              |
+| nemotron_labs_diffusion | Ministral 3  | mask 100, same position, shifted in committed text, block_length 32        |
+| wedlm                   | Qwen2, Qwen3 | mask 151665, else as nemotron_labs_diffusion; qk_norm: Qwen3               |
 
-Keys in config.json override this table. A key that changes the computation and is not supported is an error.
+Keys in config.json override this table. A key that changes the computation and is not supported is an error. I-DLM
+calls itself sdar: its config.json needs keys that say its alignments (`diffusionlm.families.sdar`).
 
 To add a family with the same keys and tensor names, add a row to `FAMILIES`. For other keys or names, subclass
 `ModelFamily` in a file of its own, as `diffusionlm.families.llada` does.
@@ -29,7 +33,9 @@ from config.model import ModelConfig
 from diffusionlm.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily, Options
 from diffusionlm.families.gemma2 import GEMMA2
 from diffusionlm.families.llada import LLADA
+from diffusionlm.families.ministral import MINISTRAL3, NEMOTRON_LABS_DIFFUSION
 from diffusionlm.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from diffusionlm.families.sdar import SDARFamily
 
 _QWEN2: Options = {**DENSE_OPTIONS, "qk_norm": False, "attention_bias": True, "attention_output_bias": False}
 _QWEN3: Options = {**DENSE_OPTIONS, "qk_norm": True}
@@ -47,6 +53,12 @@ _SDAR_STOP_TOKEN_IDS = (151645, 151643)
 """<|im_end|> and <|endoftext|>."""
 _DREAM_DEFAULTS: Options = {"eos_token_id": 151643, "pad_token_id": 151643}
 _DREAM_DIFFUSION: Options = {"mask_token_id": 151666, "logit_alignment": "shifted", "block_length": None}
+_WEDLM_DIFFUSION: Options = {
+    "mask_token_id": 151665,
+    "logit_alignment": "same_position",
+    "clean_alignment": "shifted",
+    "block_length": 32,
+}
 
 _FAMILIES = (
     ModelFamily("qwen3", "Qwen3ForCausalLM", _QWEN3, _QWEN3_DEFAULTS),
@@ -63,7 +75,8 @@ _FAMILIES = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     GEMMA2,
-    ModelFamily(
+    MINISTRAL3,
+    SDARFamily(
         "sdar",
         "SDARForCausalLM",
         _QWEN3,
@@ -73,7 +86,7 @@ _FAMILIES = (
         stop_token_ids=_SDAR_STOP_TOKEN_IDS,
         default_strategy="low_confidence_dynamic",
     ),
-    ModelFamily(
+    SDARFamily(
         "sdar_moe",
         "SDARMoeForCausalLM",
         _QWEN3_MOE,
@@ -87,6 +100,15 @@ _FAMILIES = (
     ),
     LLADA,
     ModelFamily("Dream", "DreamModel", _QWEN2, _DREAM_DEFAULTS, _DREAM_DIFFUSION, default_strategy="entropy"),
+    NEMOTRON_LABS_DIFFUSION,
+    ModelFamily(
+        "wedlm",
+        "WeDLMForCausalLM",
+        {**DENSE_OPTIONS, "attention_output_bias": False},
+        {"qk_norm": False, "attention_bias": True},
+        _WEDLM_DIFFUSION,
+        has_attention_output_bias=False,
+    ),
 )
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.model_type: family for family in _FAMILIES})
 """``model_type`` -> its adapter."""
@@ -100,6 +122,8 @@ def infer_model_type(config: ModelConfig) -> str:
         return "qwen3_moe"
     if config.sandwich_norms:
         return "gemma2"
+    if config.scales_queries:
+        return "ministral3"
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.attention_bias and not config.attention_output_bias else "llama"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from config.model import Architecture
 from config.training.runtime import AttentionBackend
 from diffusionlm.models.dense_attention import AttentionScale
-from diffusionlm.models.layers import Linear, RMSNorm, normalize_and_rotate
+from diffusionlm.models.layers import Linear, RMSNorm, RotaryTables, normalize_and_rotate
 
 
 class PreparedAttention:
@@ -78,21 +78,20 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryTables,
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
     ) -> Tensor:
         """Attention output [B, L, D], or [P, D] at ``output_positions``; keys and values are those of all positions."""
-        B = len(x_BLD)
-        k = normalize_and_rotate(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.k_norm, rope)
+        B, k_rope, q_rope = len(x_BLD), rope[:2], rope[-2:]
+        k = normalize_and_rotate(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.k_norm, k_rope)
         v = self.v_proj(x_BLD).unflatten(-1, (-1, self.head_dim))
         if output_positions is None:
-            q = normalize_and_rotate(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.q_norm, rope)
+            q = normalize_and_rotate(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.q_norm, q_rope)
             return self.o_proj(attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
         q_PNH = self.q_proj(x_BLD.flatten(0, 1)[output_positions]).unflatten(-1, (-1, self.head_dim))
         # Tables are [B or 1, L, heads, H], equal for all heads.
-        tables = (table[:, :, :1].expand(B, -1, -1, -1).flatten(0, 1) for table in rope)
-        cosines, sines = (table[output_positions] for table in tables)
-        q_PNH = normalize_and_rotate(q_PNH, self.q_norm, (cosines, sines))
+        tables = (table[:, :, :1].expand(B, -1, -1, -1).flatten(0, 1) for table in q_rope)
+        q_PNH = normalize_and_rotate(q_PNH, self.q_norm, tuple(table[output_positions] for table in tables))
         return self.o_proj(attention.at_positions(q_PNH, k, v, output_positions).flatten(1))  # type: ignore[no-any-return]

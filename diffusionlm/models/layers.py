@@ -135,6 +135,10 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh_() * cap
 
 
+RotaryTables = tuple[Tensor, ...]
+"""Cosines and sines for `rotate`, each [..., heads, H]; then those of queries, where these have tables of their own."""
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face's Llama and Qwen."""
 
@@ -155,10 +159,9 @@ class RotaryEmbedding(nn.Module):
         self.scaling = scaling
         self.mrope_section = mrope_section
 
-    def forward(
-        self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """Tables for `rotate`, each [..., heads, H]: (cos, cos) and (-sin, sin); angles are computed in fp32.
+    def forward(self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> RotaryTables:
+        """Tables for `rotate`, each [..., heads, H]: (cos, cos) and (-sin, sin); angles are computed in fp32. With
+        ``llama_4_scaling_beta`` two more are those of queries, multiplied by their scale.
 
         Args:
             positions: position ids of any shape; with ``mrope_section`` [3, B, L] are those in time, rows and columns.
@@ -166,10 +169,14 @@ class RotaryEmbedding(nn.Module):
             dtype: dtype of the tables.
         """
         angles, attention_scaling = self._angles(positions)
-        cos, sin = (attention_scaling * angles.cos()).to(dtype), (attention_scaling * angles.sin()).to(dtype)
-        tables = (torch.cat(halves, dim=-1).unsqueeze(-2) for halves in ((cos, cos), (-sin, sin)))
-        cosines, sines = (table.expand(*angles.shape[:-1], heads, self.head_dim).contiguous() for table in tables)
-        return cosines, sines
+        cos, sin = attention_scaling * angles.cos(), attention_scaling * angles.sin()
+        halves = [(cos, cos), (-sin, sin)]
+        if isinstance(self.scaling, YarnRope) and (beta := self.scaling.llama_4_scaling_beta) is not None:
+            num_contexts = positions // self.scaling.original_max_position_embeddings
+            scale = 1.0 + beta * torch.log1p(num_contexts.float())[..., None]
+            halves += [(scale * cos, scale * cos), (-scale * sin, scale * sin)]
+        tables = (torch.cat(pair, dim=-1).to(dtype).unsqueeze(-2) for pair in halves)
+        return tuple(table.expand(*angles.shape[:-1], heads, self.head_dim).contiguous() for table in tables)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, float]:
         """Angle of each pair in radians, [..., H / 2], and the factor of the tables (YaRN)."""
@@ -249,7 +256,7 @@ def _apply_rotation(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -
     return torch.addcmul(x * cosines, swapped, sines.expand_as(x), value=sign)  # expanded: for symbolic sizes
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rope: RotaryTables) -> Tensor:
     """Rotate each pair (i, i + H / 2) of the last dimension of x [..., N, H] by the angle of its position.
 
     ``rope`` are the tables of `RotaryEmbedding`, for one head or at least N heads.
@@ -287,7 +294,7 @@ def _normalize_and_rotate(x: Tensor, gain: Tensor, cosines: Tensor, sines: Tenso
     return normed.mul_(cosines.to(normed.dtype)).addcmul_(swapped, sines.to(normed.dtype)), scale
 
 
-def normalize_and_rotate(x: Tensor, norm: nn.Module, rope: tuple[Tensor, Tensor]) -> Tensor:
+def normalize_and_rotate(x: Tensor, norm: nn.Module, rope: RotaryTables) -> Tensor:
     """``rotate(norm(x), rope)`` for queries or keys x [..., N, H]; ``norm`` is a `RMSNorm` or does nothing.
 
     On a CPU nothing is rounded between norm and rotation, and hooks of the norm do not run.

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from config.model import BlockAttention
 from diffusionlm.models.tensors import copy_to_device
 
 Intervals = tuple[Tensor, Tensor]
@@ -83,6 +84,10 @@ class _PatternBase:
     """Methods that most patterns share."""
 
     positions_per_token: ClassVar[int] = 1
+
+    @property
+    def documents_BL(self) -> Tensor | None:
+        return None
 
     @property
     def is_unrestricted(self) -> bool:
@@ -197,16 +202,47 @@ class BlockCausal(_BlockPattern):
 
 
 @dataclass(frozen=True)
+class CausalThenBlock(_PatternBase):
+    """Decoding of a block after causal text, in one forward: a position below ``start`` attends to itself and those
+    before it, a position of the block, ``start`` to ``end`` - 1, to all positions before ``end``."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"a block from {self.start} to {self.end} must start at 0 or later and have a token")
+
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        bounds = _DocumentBounds.from_documents(None, length, device)
+        return bounds.same_document_mask(window) & (
+            bounds.positions_1L < self.key_limit(bounds.positions_1L)[..., None]
+        )
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        bounds = _DocumentBounds.from_documents(None, length, device)
+        ends_1L = self.key_limit(bounds.positions_1L)
+        return _stack_ranges(bounds.clip_to_window(bounds.document_starts_BL, ends_1L.clamp(max=length), window))
+
+    def key_limit(self, positions_BQ: Tensor) -> Tensor:
+        """Last visible key of a query at each position, plus one."""
+        return torch.where(positions_BQ < self.start, positions_BQ + 1, self.end)
+
+
+@dataclass(frozen=True)
 class BlockDiffusion(_BlockPattern):
     """Block diffusion in one training forward over noisy and clean halves ``[xt | x0]`` (BD3-LM, Arriola et al. 2025,
     section 3.1 and appendix B).
 
     The sequence has 2 L positions for L tokens. A noisy query attends to its own noisy block and to the clean blocks
     before it. A clean query attends to its own clean block and to the clean blocks before it. Clean queries never
-    attend to noisy keys.
+    attend to noisy keys. A half whose attention is "token" is causal inside of its blocks, too (clean:
+    Nemotron-Labs-Diffusion; both: I-DLM, arXiv 2604.11035).
     """
 
     positions_per_token: ClassVar[int] = 2
+    clean: BlockAttention = "block"
+    noisy: BlockAttention = "block"
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
@@ -214,21 +250,26 @@ class BlockDiffusion(_BlockPattern):
         same_document_BLL = bounds.same_document_mask(window)
         same_block_BLL = same_document_BLL & (starts_BL[:, :, None] == starts_BL[:, None, :])
         earlier_block_BLL = same_document_BLL & (starts_BL[:, :, None] > starts_BL[:, None, :])
-        noisy = torch.cat([same_block_BLL, earlier_block_BLL], dim=2)
-        clean = torch.cat([torch.zeros_like(same_block_BLL), same_block_BLL | earlier_block_BLL], dim=2)
+        own_noisy_BLL = same_block_BLL if self.noisy == "block" else same_block_BLL.tril()
+        own_clean_BLL = same_block_BLL if self.clean == "block" else same_block_BLL.tril()
+        noisy = torch.cat([own_noisy_BLL, earlier_block_BLL], dim=2)
+        clean = torch.cat([torch.zeros_like(same_block_BLL), own_clean_BLL | earlier_block_BLL], dim=2)
         return torch.cat([noisy, clean], dim=1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
         bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
         starts_BL, ends_BL = self.block_bounds(half, device)
+        own_ends_BL = (bounds.positions_1L + 1).expand_as(ends_BL)
+        noisy_ends_BL = ends_BL if self.noisy == "block" else own_ends_BL
+        clean_ends_BL = ends_BL if self.clean == "block" else own_ends_BL
         # For the queries of both halves the first range has noisy keys, the second clean ones.
         noisy = _stack_ranges(
-            bounds.clip_to_window(starts_BL, ends_BL, window),
+            bounds.clip_to_window(starts_BL, noisy_ends_BL, window),
             bounds.clip_to_window(bounds.document_starts_BL, starts_BL, window, shift=half),
         )
         clean = _stack_ranges(
             bounds.clip_to_window(ends_BL, ends_BL, window),
-            bounds.clip_to_window(bounds.document_starts_BL, ends_BL, window, shift=half),
+            bounds.clip_to_window(bounds.document_starts_BL, clean_ends_BL, window, shift=half),
         )
         return torch.cat([noisy[0], clean[0]], dim=1), torch.cat([noisy[1], clean[1]], dim=1)
 
@@ -239,7 +280,7 @@ class CleanAndBlockCopies(_PatternBase):
     one row. The model is given the positions in the text (`position_ids`).
 
     A query of a copy attends to the copy and to the clean blocks before it. A clean query attends to its own clean
-    block and to the clean blocks before it.
+    block and to the clean blocks before it. ``clean`` and ``noisy`` are those of `BlockDiffusion`.
     """
 
     block_length: int
@@ -247,11 +288,8 @@ class CleanAndBlockCopies(_PatternBase):
     """Position of each query in the text."""
     copy_bounds: tuple[tuple[int, int], ...]
     """First query of each copy and the one after its last, at least one copy; queries before the first are clean."""
-
-    @property
-    def documents_BL(self) -> None:
-        """None: the row is one document."""
-        return None
+    clean: BlockAttention = "block"
+    noisy: BlockAttention = "block"
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         starts_1SR, ends_1SR = self.intervals(length, device, window)
@@ -266,11 +304,14 @@ class CleanAndBlockCopies(_PatternBase):
         num_clean = self.copy_bounds[0][0]
         block_starts_S = positions_S - positions_S % self.block_length
         clean_ends_S = block_starts_S.clone()
-        clean_ends_S[:num_clean] = (block_starts_S[:num_clean] + self.block_length).clamp(max=num_clean)
+        ends_S = block_starts_S + self.block_length if self.clean == "block" else positions_S + 1
+        clean_ends_S[:num_clean] = ends_S[:num_clean].clamp(max=num_clean)
         bounds_C2 = torch.tensor(self.copy_bounds)
         sizes_C = bounds_C2[:, 1] - bounds_C2[:, 0]
         own_S2 = torch.zeros(length, 2, dtype=torch.int64)
         own_S2[num_clean:] = bounds_C2.repeat_interleave(sizes_C, dim=0)
+        if self.noisy == "token":
+            own_S2[num_clean:, 1] = torch.arange(num_clean, length) + 1
         clean_S2 = torch.stack([torch.zeros_like(clean_ends_S), clean_ends_S], dim=-1)
         if window is not None:
             # A clean key is its position; a key of a copy is as far from the query as in the text.

@@ -22,7 +22,7 @@ from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import Attention, PreparedAttention, PreparedBatch
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
-from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
+from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, RotaryTables, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, RoutingLog, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 from diffusionlm.models.tensors import copy_to_device
@@ -54,7 +54,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryTables,
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
@@ -232,10 +232,10 @@ class Transformer(nn.Module):
         assert isinstance(block, Block)
         return block.self_attn.k_proj.out_features // self.config.head_dim
 
-    def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> RotaryTables:
         """Rotary tables of a forward, in the dtype of the queries."""
         heads = self.config.num_attention_heads if x.device.type == "cpu" else 1
-        tables: tuple[Tensor, Tensor] = self.rope(positions, heads=heads, dtype=compute_dtype(x))
+        tables: RotaryTables = self.rope(positions, heads=heads, dtype=compute_dtype(x))
         return tables
 
     def _embed(self, tokens_BL: Tensor) -> Tensor:

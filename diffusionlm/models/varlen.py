@@ -23,7 +23,7 @@ from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached, without_cudnn_attention
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, CausalThenBlock
 from diffusionlm.models.tensors import copy_to_device
 
 CachedBackend = Literal["auto", "eager", "sdpa"]
@@ -254,11 +254,14 @@ def find_input_limits(sequences: Sequence[SequenceSlice]) -> NDArray[np.int64]:
     patterns = {id(part.pattern): part.pattern for part in sequences if part.pages is not None}
     numbers_Q = np.repeat([0 if part.pages is None else id(part.pattern) for part in sequences], counts)
     for number, pattern in patterns.items():
-        if not isinstance(pattern, Bidirectional | Causal | BlockCausal) or pattern.documents_BL is not None:
+        if (
+            not isinstance(pattern, Bidirectional | Causal | BlockCausal | CausalThenBlock)
+            or pattern.documents_BL is not None
+        ):
             raise ValueError(
                 f"{type(pattern).__name__}{'' if pattern.documents_BL is None else ' with documents'} cannot be used "
-                "with a cache: a cached sequence is one document; use Bidirectional, Causal or BlockCausal without "
-                "documents"
+                "with a cache: a cached sequence is one document; use Bidirectional, Causal, BlockCausal or "
+                "CausalThenBlock without documents"
             )
         own = numbers_Q == number
         ends_1Q = pattern.key_limit(torch.from_numpy(positions_Q[own])[None])

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from config.training.runtime import RuntimeConfig
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
-from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.layers import RotaryTables, compute_dtype
 from diffusionlm.models.lora import AdapterDropout, find_dropout
 from diffusionlm.models.moe import MoE, RoutingLog
 from diffusionlm.models.transformer import Block, Transformer
@@ -120,7 +120,7 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
 
     def run(
         x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryTables,
         attention: PreparedAttention,
         *,
         output_positions: Tensor | None = None,
@@ -198,7 +198,7 @@ def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) ->
 
     def run(
         x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryTables,
         attention: Any,
         *,
         routings: RoutingLog | None = None,

@@ -62,6 +62,8 @@ CASES = {
     "causal, packed, eager, window": Case(Causal(DOCUMENTS), {"backend": "eager", "attention_bias": True, **WINDOWS}),
     "blocks of 1": Case(BlockDiffusion(1)),
     "blocks of 4, tiled": Case(BlockDiffusion(4), {"backend": "tiled", "num_key_value_heads": 4}),
+    "token-causal halves, packed": Case(BlockDiffusion(4, DOCUMENTS, SEGMENTS, "token", "token")),
+    "token-causal clean half, tiled": Case(BlockDiffusion(4, clean="token"), {"backend": "tiled"}),
     "one block": Case(BlockDiffusion(LENGTH), {"backend": "eager"}),
     "blocks, packed, window": Case(BlockDiffusion(4, DOCUMENTS, SEGMENTS), {"qk_norm": True, **WINDOWS}),
     "blocks, tiled, packed, window": Case(BlockDiffusion(3, DOCUMENTS), {"backend": "tiled", **WINDOWS}),

@@ -53,6 +53,18 @@ LLAMA3: Values = {
     "original_max_position_embeddings": 32,
 }
 """Of the six frequencies of a head one stays, one is in between and four are divided."""
+MINISTRAL: Values = {
+    "rope_theta": 500.0,
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 5,
+    "beta_fast": 0.4,
+    "beta_slow": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+"""Queries have three scales; of the frequencies some stay, some are in between and some are divided."""
 EXPERTS: Values = {**WIDE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GEMMA: Values = {**WIDE, "query_pre_attn_scalar": 20, "sliding_window": 4, "final_logit_softcapping": 3.0}
 SLIDING: Values = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -80,6 +92,16 @@ PUBLISHED: Values = {
     "sliding_window": None,
 }
 """config.json of SDAR and Dream, whose published code is that of Qwen with other masks."""
+NEMOTRON: Values = {
+    **{key: value for key, value in PUBLISHED.items() if not key.startswith("rope")},
+    "model_type": "nemotron_labs_diffusion",
+    "block_size": BLOCK,
+    "rope_parameters": MINISTRAL,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "dlm_paradigm": "bidirectional",
+    "ar_loss_weight": 1.0,
+}
 SDAR_EXPERTS: Values = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 LLADA: Values = {
     "model_type": "llada",
@@ -116,7 +138,8 @@ LLADA_NAMES = {
     "mlp.down_proj": "ff_out",
     "mlp.": "",
 }
-"""Parts of the names of tensors in transformers -> LLaDA's, in the order in which they are replaced."""
+NAMES = {"llada": LLADA_NAMES, "nemotron_labs_diffusion": {"model.": "encoder.", "lm_head.": "diffusion_head."}}
+"""Parts of the names of tensors in transformers -> the family's, in the order in which they are replaced."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +192,21 @@ CASES: dict[str, Case] = {
     ),
     "llada": Case("Llama", {}, ROPE, LLADA, attention="bidirectional"),
     "dream": Case("Qwen2", WIDE, ROPE, {**PUBLISHED, "model_type": "Dream"}, attention="bidirectional"),
+    "nemotron": Case("Ministral3", WIDE, MINISTRAL, NEMOTRON),
+    "wedlm-qwen2": Case("Qwen2", WIDE, ROPE, {**PUBLISHED, "model_type": "wedlm"}),
+    "wedlm-qwen3": Case(
+        "Qwen3", WIDE, ROPE, {**PUBLISHED, "model_type": "wedlm", "qk_norm": True, "attention_bias": False}
+    ),
     "qwen2": Case("Qwen2", {}, ROPE),
     "qwen2-tied": Case("Qwen2", {"tie_word_embeddings": True}, ROPE),
     "qwen2-sliding": Case("Qwen2", SLIDING, ROPE),
     "llama3": Case("Llama", WIDE, LLAMA3),
     "llama-biases": Case("Llama", {"attention_bias": True, "tie_word_embeddings": True}, LINEAR),
     "llama-all-keys": Case("Llama", {"num_key_value_heads": 4}, ROPE),
+    "ministral3": Case("Ministral3", WIDE, MINISTRAL),
+    "ministral3-tied": Case(
+        "Ministral3", {**WIDE, "tie_word_embeddings": True}, {**MINISTRAL, "mscale": None, "mscale_all_dim": None}
+    ),
     "gemma2": Case("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}, ROPE),
     "gemma2-biases": Case("Gemma2", {**GEMMA, "attention_bias": True}, ROPE),
     "gemma2-no-attention-cap": Case("Gemma2", {**GEMMA, "attn_logit_softcapping": None}, ROPE),
@@ -260,9 +292,8 @@ class Foreign:
             save_file(weights, folder / "model.safetensors")
 
     def _publish_name(self, name: str) -> str:
-        if self.case.published is LLADA:
-            for part, published in LLADA_NAMES.items():
-                name = name.replace(part, published)
+        for part, published in NAMES.get((self.case.published or {}).get("model_type", ""), {}).items():
+            name = name.replace(part, published)
         return name
 
     def reload(self, folder: Path) -> Foreign:
@@ -284,7 +315,8 @@ class Foreign:
         # The first end of text is kept, and LLaDA's vocabulary is that of its tables.
         ends = expected["eos_token_id"]
         expected |= {"eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
-        expected.pop("bos_token_id", None)
+        for key in ("bos_token_id", "dlm_paradigm", "ar_loss_weight"):
+            expected.pop(key, None)
         assert {key: written.get(key) for key, value in expected.items() if value} == {
             key: value for key, value in expected.items() if value
         }

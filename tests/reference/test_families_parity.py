@@ -18,6 +18,7 @@ from torch import Tensor
 
 from config.model import ModelConfig, YarnRope
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
+from diffusionlm.families.family import read_rope
 from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.families.registry import FAMILIES
 from diffusionlm.kernels.cross_entropy import LossInputs
@@ -28,6 +29,7 @@ from tests.conftest import MakeModel
 from tests.reference.family_cases import (
     BOUNDS,
     CASES,
+    MINISTRAL,
     TOKENS,
     Foreign,
     assert_same_logits,
@@ -85,6 +87,11 @@ def foreign(name: str) -> Foreign:
 
 # What the logits see, and gradients.
 
+RIGHT_SCALING = {key: value for key, value in MINISTRAL.items() if key[:6] not in ("rope_t", "mscale")} | {
+    "rope_type": "yarn",
+    "attention_factor": 1.0,
+}
+
 
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -101,6 +108,8 @@ def foreign(name: str) -> Foreign:
         ("llama3", {"rope_scaling": None}),
         ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ("llama-biases", {"rope_scaling": None}),
+        ("ministral3", {"rope_scaling": RIGHT_SCALING | {"llama_4_scaling_beta": None}}),
+        ("ministral3", {"rope_scaling": RIGHT_SCALING | {"attention_factor": None}}),
     ],
     ids=str,
 )
@@ -119,7 +128,7 @@ def test_each_option_is_seen_in_the_logits(name: str, changes: dict[str, Any], t
 
 @pytest.mark.parametrize(("smoothing", "z_loss", "excluded"), [(0.0, 0.0, None), (0.1, 0.02, 39)])
 @pytest.mark.parametrize(
-    "name", ["gemma2-biases", "llama3", "qwen3-moe", "qwen3-moe-every-second", "qwen3-moe-mlp-only"]
+    "name", ["gemma2-biases", "llama3", "ministral3", "qwen3-moe", "qwen3-moe-every-second", "qwen3-moe-mlp-only"]
 )
 def test_gradients_of_the_scored_loss(
     name: str, smoothing: float, z_loss: float, excluded: int | None, tmp_path: Path
@@ -178,6 +187,8 @@ def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
         ({"factor": 4.0}, 16, 100.0),
         ({"factor": 1.0}, 16, 100.0),
         ({"factor": 40.0, "attention_factor": 1.25}, 32, 1e4),
+        ({"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 32, 1e4),
+        ({"factor": 16.0, "mscale": 0.7, "mscale_all_dim": 0.7, "attention_factor": 1.25}, 32, 1e4),
         ({"factor": 3.0, "beta_fast": 4.0, "beta_slow": 0.5}, 32, 1e3),
         ({"factor": 3.0, "beta_fast": 900.0, "beta_slow": 800.0}, 8, 1e3),  # one place for both ends of the ramp
     ],
@@ -191,7 +202,10 @@ def test_yarn_is_that_of_transformers(options: dict[str, Any], head_dim: int, th
     )
     frequencies, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     positions = torch.tensor([[0, 1, 2, 5]])
-    cos, sin = RotaryEmbedding(head_dim, theta, YarnRope.model_validate(scaling))(positions)
+    problems: list[str] = []
+    read = YarnRope.model_validate(read_rope({"rope_parameters": scaling}, problems)["rope_scaling"])
+    assert not problems
+    cos, sin = RotaryEmbedding(head_dim, theta, read)(positions)
     angles = positions[..., None] * frequencies
     for part, sign in ((slice(head_dim // 2), -1.0), (slice(head_dim // 2, None), 1.0)):
         torch.testing.assert_close(cos[:, :, 0, part], angles.cos() * length, rtol=1e-5, atol=1e-6)
@@ -269,6 +283,10 @@ def test_stacked_experts_are_read(tmp_path: Path) -> None:
             {"qk_norm": False, "sandwich_norms": True, "norm_offset": True, "scale_embeddings": True}
             | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
             id="gemma2",
+        ),
+        pytest.param(
+            {"qk_norm": False, "rope_scaling": YarnRope.model_validate(RIGHT_SCALING)},
+            id="ministral3",
         ),
     ],
 )

@@ -193,6 +193,18 @@ def test_another_family_and_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert at_once.config == sdar.config and analyze(tmp_path / "at-once", tmp_path / "sdar").is_equal
 
 
+def test_token_causal_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It is in config.json, and no family whose own code is block-causal takes it."""
+    path = source(tmp_path / "ar", tokenizer, 260)
+    diffusion = {"block_length": 4, "logit_alignment": "same_position", "clean_alignment": "shifted"}
+    model = converted(path, tmp_path / "blocks", diffusion=diffusion)
+    assert (model.config.clean_alignment, model.config.noisy_attention) == ("shifted", "block")
+    values = json.loads((tmp_path / "blocks/config.json").read_text())
+    assert values["clean_alignment"] == "shifted" and "noisy_attention" not in values
+    with pytest.raises(ValueError, match=r"'sdar'.*no model with clean_alignment = 'shifted' \(it has None"):
+        converted(path, tmp_path / "sdar", model_type="sdar", diffusion=diffusion)
+
+
 def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = source(tmp_path / "small", tokenizer, 258)
     values = json.loads((path / "config.json").read_text()) | {"mask_token_id": 97}

@@ -114,6 +114,10 @@ TOWER: dict[str, Any] = {
     "deepstack_visual_indexes": [1], "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "out_hidden_size": 32, "in_channels": 3, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": None,
 }  # fmt: skip
+SCALED_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": None, "rope_theta": 1e4, "beta_fast": 32.0,
+}  # fmt: skip
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
 
@@ -141,11 +145,24 @@ def test_values_of_any_type_in_a_tower_are_refused_by_the_file(tmp_path: Path) -
     assert messages and all(message.startswith(f"{tmp_path / 'config.json'}: ") for message in messages)
 
 
+def test_values_of_any_type_in_a_rope_are_refused_by_the_file(tmp_path: Path) -> None:
+    messages = []
+    for rope in (SCALED_YARN | {key: value} for key in SCALED_YARN for value in HOSTILE_VALUES):
+        write_config(tmp_path, model_type="ministral3", **SIZES, rope_parameters=rope)
+        try:
+            read_model_config(tmp_path)
+        except ValueError as error:
+            messages.append(str(error))
+    assert messages and all(message.startswith(f"{tmp_path / 'config.json'}: ") for message in messages)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_of_any_type_are_refused_by_the_file(family: str, tmp_path: Path) -> None:
     sizes = SIZES | (LLADA_SIZES if family == "llada" else {})
     if FAMILIES[family].requires_experts:
         sizes |= EXPERTS
+    if FAMILIES[family].scales_queries:
+        sizes |= {"rope_parameters": SCALED_YARN}
     write_config(tmp_path, model_type=family, **sizes)
     read_model_config(tmp_path)
     messages = []

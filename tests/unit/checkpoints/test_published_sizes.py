@@ -52,6 +52,22 @@ def qwen3_vl(tower: dict[str, Any], *sizes: int, tied: bool = False) -> dict[str
     }  # fmt: skip
 
 
+def nemotron(theta: float, *sizes: int) -> dict[str, Any]:
+    rope = {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": theta, "rope_type": "yarn",
+    }  # fmt: skip
+    return {
+        "ar_loss_weight": 1.0, "attention_bias": False, "attention_dropout": 0.0, "attn_implementation": "sdpa",
+        "block_size": 32, "bos_token_id": 1, "dlm_loss_weight": None, "dlm_paradigm": "bidirectional",
+        "dp_varying_mask_ratio": False, "eos_token_id": 11, "head_dim": 128, "hidden_act": "silu",
+        "initializer_range": 0.02, "mask_token_id": 100, "max_position_embeddings": 262144, "mlp_bias": False,
+        "model_type": "nemotron_labs_diffusion", "rms_norm_eps": 1e-5, "rope_parameters": rope,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": False,
+        "vocab_size": 131072, **dict(zip(SIZE_KEYS, sizes, strict=False)),
+    }  # fmt: skip
+
+
 PUBLISHED: list[Any] = [
     pytest.param(
         qwen3_vl(SMALL_TOWER, 2048, 6144, 28, 16, 8, tied=True), 2_127_532_032, 625, id="Qwen3-VL-2B-Instruct"
@@ -74,6 +90,18 @@ PUBLISHED: list[Any] = [
         8_822_848_512 // 2,
         399,
         id="SDAR-4B-Chat",
+    ),
+    pytest.param(nemotron(1e6, 3072, 9216, 26, 32, 8), 3_831_659_520, 237, id="Nemotron-Labs-Diffusion-3B"),
+    pytest.param(nemotron(1e6, 4096, 14336, 34, 32, 8), 8_489_553_920, 309, id="Nemotron-Labs-Diffusion-8B"),
+    pytest.param(nemotron(1e9, 5120, 16384, 40, 32, 8), 13_506_073_600, 363, id="Nemotron-Labs-Diffusion-14B"),
+    pytest.param(
+        {"model_type": "wedlm", **QWEN, "vocab_size": 151936, "qk_norm": True, "attention_bias": False}
+        | dict(zip(SIZE_KEYS, (4096, 12288, 36, 32, 8), strict=False))
+        | {"head_dim": 128, "max_position_embeddings": 16384, "sliding_window": None, "max_window_layers": 36}
+        | {"layer_types": ["full_attention"] * 36, "tie_word_embeddings": False, "mask_token_id": 151665},
+        8_190_735_360,
+        399,
+        id="WeDLM-8B",
     ),
     pytest.param(
         {"model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "alibi": False}

@@ -73,15 +73,17 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
-        ("sdar", (151669, 4, "same_position", "low_confidence_dynamic")),
-        ("sdar_moe", (151669, 4, "same_position", "low_confidence_dynamic")),
-        ("Dream", (151666, None, "shifted", "entropy")),
+        ("sdar", (151669, 4, "same_position", None, "low_confidence_dynamic")),
+        ("sdar_moe", (151669, 4, "same_position", None, "low_confidence_dynamic")),
+        ("Dream", (151666, None, "shifted", None, "entropy")),
+        ("wedlm", (151665, 32, "same_position", "shifted", "low_confidence")),
     ],
 )
 def test_defaults_of_diffusion_families(model_type: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
     config = read(tmp_path, model_type=model_type)
     strategy = get_family(config).default_strategy
-    assert (config.mask_token_id, config.block_length, config.logit_alignment, strategy) == expected
+    alignments = config.logit_alignment, config.clean_alignment
+    assert (config.mask_token_id, config.block_length, *alignments, strategy) == expected
     assert config.model_type == model_type
 
 
@@ -102,7 +104,7 @@ def test_blocks_of_sdar_in_the_name_of_the_directory(tmp_path: Path) -> None:
     assert read(tmp_path / "SDAR-1.7B-Chat-b32", model_type="sdar").block_length == 32
     in_cache = tmp_path / "models--JetLM--SDAR-1.7B-Chat-b32" / "snapshots" / "0a1b2c"
     assert read(in_cache, model_type="sdar").block_length == 32
-    assert read(tmp_path / "key-b32", model_type="sdar", block_size=2).block_length == 2
+    assert read(tmp_path / "key-b32", model_type="sdar", block_size=8).block_length == 8
     assert read(tmp_path / "qwen-b32", model_type="qwen3").block_length == 1
 
 

@@ -29,10 +29,18 @@ GEMMA: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 LLADA: dict[str, Any] = {"model_type": "llada", "qk_norm": False, "hidden_size": 24, "head_dim": 6}
+SCALED_YARN = YarnRope(factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1)
+MINISTRAL: dict[str, Any] = {"qk_norm": False, "rope_scaling": SCALED_YARN}
 AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": None, "block_length": 1, "logit_alignment": "shifted"}
 MODELS = [
     pytest.param({"block_length": 4}, "qwen3", id="block"),
     pytest.param(AUTOREGRESSIVE, "qwen3", id="autoregressive"),
+    pytest.param({"block_length": 4, "clean_alignment": "shifted"}, "qwen3", id="token-causal text"),
+    pytest.param(
+        AUTOREGRESSIVE | {"mask_token_id": 18, "clean_alignment": "shifted", "noisy_attention": "token"},
+        "qwen3",
+        id="causal halves",
+    ),
     pytest.param({"rope_scaling": YarnRope(factor=4.0, original_max_position_embeddings=16)}, "qwen3", id="yarn"),
     pytest.param({**EXPERTS, "mlp_only_layers": [1], "router_aux_loss_coef": 0.5}, "qwen3_moe", id="qwen3-moe-mlp"),
     pytest.param(
@@ -43,7 +51,30 @@ MODELS = [
     ),
     pytest.param({"model_type": "sdar", "block_length": 8, "block_origin": "turn"}, "sdar", id="sdar"),
     pytest.param(
-        {**LLADA, "tie_word_embeddings": False, "pad_token_id": None, "block_origin": "turn"}, "llada", id="llada"
+        {"model_type": "sdar", "block_length": 3, "logit_alignment": "shifted", "clean_alignment": "shifted"}
+        | {"noisy_attention": "token"},
+        "sdar",
+        id="i-dlm",
+    ),
+    pytest.param({**MINISTRAL, **AUTOREGRESSIVE}, "ministral3", id="ministral3"),
+    pytest.param(
+        {**MINISTRAL, "model_type": "nemotron_labs_diffusion", "tie_word_embeddings": False, "block_length": 8}
+        | {"clean_alignment": "shifted"},
+        "nemotron_labs_diffusion",
+        id="nemotron",
+    ),
+    pytest.param({"model_type": "wedlm", "block_length": 8}, "wedlm", id="wedlm with block-causal text"),
+    pytest.param({"model_type": "wedlm", "block_length": 8, "clean_alignment": "shifted"}, "wedlm", id="wedlm"),
+    pytest.param(
+        {
+            **LLADA,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+            "block_origin": "turn",
+            "clean_alignment": "shifted",
+        },
+        "llada",
+        id="llada",
     ),
 ]
 
@@ -144,6 +175,9 @@ def test_generation_config_of_the_source_is_copied(tiny_model: MakeModel, tokeni
         ({"model_type": "llada", "qk_norm": False, "head_dim": 8}, "head_dim = 8.*'llada'"),
         ({"sandwich_norms": True}, "model_type = 'gemma2'.*.*norm_offset = False.*qk_norm = True"),
         ({**EXPERTS, "layer_types": [FULL, SLIDING], "sliding_window": 3}, "sliding_attention.*qwen3_moe"),
+        ({"rope_scaling": SCALED_YARN}, "model_type = 'ministral3'.*qk_norm = True"),
+        ({"model_type": "qwen3", "rope_scaling": SCALED_YARN}, "'qwen3'.*with llama_4_scaling_beta in rope_scaling"),
+        ({"model_type": "ministral3", "qk_norm": False}, "'ministral3'.*with no llama_4_scaling_beta in rope_scaling"),
         ({"qk_norm": False, "layer_types": [FULL, SLIDING], "sliding_window": 4}, "sliding_attention.*llama.*qk_norm"),
     ],
 )

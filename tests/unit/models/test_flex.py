@@ -39,6 +39,7 @@ def patterns() -> list[AttentionPattern]:
     for packed in (None, DOCUMENTS):
         results += [Bidirectional(packed), Causal(packed)]
         results += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in (1, 4, 7, 128, 500)]
+        results += [BlockDiffusion(7, packed, clean="token"), BlockDiffusion(128, packed, clean="token", noisy="token")]
     return results
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from config.model import YarnRope
 from diffusionlm.kernels import cpu_linear
 from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, normalize_and_rotate, rotate
 
@@ -176,3 +177,18 @@ def test_feed_forward_equals_formula(act: Any) -> None:
         activated = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
         assert not torch.allclose(activated, F.gelu(gate), rtol=1e-6), "the exact form must be another one"
     torch.testing.assert_close(layer(x), (activated * up) @ layer.down_proj.weight.T)
+
+
+def test_queries_are_scaled_by_position_and_keys_are_not() -> None:
+    """By the published formula: 1 up to the original context, then by its logarithm."""
+    scaling = YarnRope(
+        factor=16.0, original_max_position_embeddings=16384, attention_factor=1.0, llama_4_scaling_beta=0.1
+    )
+    positions = torch.tensor([[0, 16383, 16384, 32767, 32768, 262143]])
+    tables = RotaryEmbedding(8, 1e6, scaling)(positions, heads=2)
+    plain = RotaryEmbedding(8, 1e6, scaling.model_copy(update={"llama_4_scaling_beta": None}))(positions, heads=2)
+    scale = torch.tensor([1.0, 1.0, *(1 + 0.1 * math.log(factor) for factor in (2, 2, 3, 16))])[None, :, None, None]
+    assert len(tables) == 4 and len(plain) == 2
+    for keys, queries, expected in zip(tables[:2], tables[2:], plain, strict=True):
+        assert torch.equal(keys, expected)
+        torch.testing.assert_close(queries, expected * scale, rtol=1e-6, atol=0.0)
