@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config.data import Pictures
-from diffusionlm.data.chat.conversation import Message
+from diffusionlm.data.chat.conversation import Message, identify_images
 from diffusionlm.data.sources.synthetic import SyntheticChat, SyntheticChatSource
 
 COLORS = {
@@ -55,7 +55,10 @@ class PictureSource(SyntheticChatSource):
 
     def _build_question(self, shapes: list[Shape], question: str, seed: int) -> list[Message]:
         picture = draw([] if self.config.blank else shapes, self.config.size, np.random.default_rng(seed))
-        return [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        [message] = identify_images([{"role": "user", "content": parts}])
+        content: list[Message] = message["content"]
+        return content
 
 
 def ask(task: str, shapes: list[Shape], rng: np.random.Generator) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from config.data import Pictures
 from diffusionlm.data.chat.conversation import Conversation
-from diffusionlm.data.sources import open_source
+from diffusionlm.data.sources import open_source, read_reference_answers
 from diffusionlm.data.sources.pictures import COLORS, PLACES
 
 
@@ -56,6 +56,12 @@ def test_answers_agree_with_the_pixels(size: int) -> None:
             assert {place: name.split()[0] for place, name in described.items()} == seen
             assert list(described) == [place for place in PLACES if place in seen]
     assert tasks == {"describe", "count", "name", "locate"}
+
+
+def test_pictures_tell_equal_questions_apart() -> None:
+    answers = read_reference_answers(Pictures(tasks=("count",)), "validation", "data.source", 300)
+    assert len(answers) == 300
+    assert len({item.messages[0]["content"][1]["text"] for item in answers}) == 1
 
 
 def test_forms_differ_in_the_pixels() -> None:
