@@ -32,6 +32,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.draft_acceptance import Acceptance, measure_draft_acceptance
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte
 from diffusionlm.models.transformer import Transformer
@@ -221,6 +222,8 @@ class EvaluationResult:
     """Bound of the EOS padding after an answer, which no other number counts; None: there is none."""
     next_token_nats_per_token: float | None = None
     """Exact negative log-likelihood by the next-token outputs of token-causal text; None: there are none."""
+    draft_acceptance: Acceptance = ()
+    """See `measure_draft_acceptance`; empty if there are no next-token outputs."""
 
 
 def evaluate(
@@ -279,6 +282,7 @@ def evaluate(
         num_rows=len(batch.tokens_BL),
         eos_padding_nats_per_token=report.eos_padding_nats_per_token,
         next_token_nats_per_token=None if next_token is None else next_token.nats_per_token,
+        draft_acceptance=measure_draft_acceptance(model, layout, batch, batch_size, map_forwards),
     )
 
 

@@ -317,6 +317,7 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
             for name in ("eos_padding_nats_per_token", "next_token_nats_per_token")
             if (value := getattr(result, name)) is not None
         },
+        **{f"{prefix}_draft_acceptance/{i}": rate for i, (rate, _) in enumerate(result.draft_acceptance, start=1)},
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
 

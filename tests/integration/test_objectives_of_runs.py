@@ -187,6 +187,9 @@ def test_token_causal_text_has_a_bound_and_a_likelihood(config: TrainConfig) -> 
     is_scored = (targets[:, 1:] & (documents[:, 1:] == documents[:, :-1])).flatten()
     assert summary.evaluation.next_token_nats_per_token == pytest.approx(float(nll[is_scored].mean()), rel=1e-4)
     assert summary.evaluation.nats_per_token != pytest.approx(float(nll[is_scored].mean()), rel=1e-4)
+    assert len(summary.evaluation.draft_acceptance) == 3
+    assert all(0.0 < rate <= 1.0 and 0.0 <= agreement <= 1.0 for rate, agreement in summary.evaluation.draft_acceptance)
+    assert RunSummary.read(config.run.directory / "summary.json") == summary
     steps = [record for record in records(config) if "loss" in record]
     assert all(0.0 < record["mask_ratio"] <= 1.0 and record["loss_next_token"] > 0.0 for record in steps) and steps
     last = steps[-1]
