@@ -16,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from config.finetune.preference import PreferenceConfig
 from config.training.objective import AllMasked, BlockDiffusionConfig, FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import BalancedLoss, DiffusionObjective, build_objective
+from diffusionlm.diffusion.preference import compute_nll, sum_by_answer
+from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
@@ -124,6 +127,23 @@ def test_balance_is_the_ratio_of_the_step(make: Any) -> None:
         ]
     ).sum()
     assert_same(model, total, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ALIGNMENTS)
+def test_preferences_have_the_bounds_of_answers(make: Any, options: Any) -> None:
+    """Of two packed answers, by the same halves as those of each answer alone; exact for blocks of one token."""
+    model = make(**options)
+    documents = torch.tensor([[0] * 5 + [1] * 5])
+    tokens = torch.randint(0, MASK, (1, L), generator=torch.Generator().manual_seed(5))
+    is_target = torch.tensor([[False, False, True, True, True] * 2])
+    batch = CleanBatch(tokens, is_target, documents, documents, torch.zeros_like(is_target))
+    objective = build_objective(PreferenceConfig(block_length=1, num_draws=2), model.config)
+    draw = objective.build_noised_batch(batch, NoiseKey(0, 0, 0, 2))
+    bounds = sum_by_answer(draw, compute_nll(model, draw, objective.build_loss_inputs(draw, 1.0)))
+    for answer, own in enumerate((slice(0, 5), slice(5, 10))):
+        alone = nelbo(model, tokens[:, own], is_target[:, own], block_length=1)
+        assert float(bounds[0, answer]) == pytest.approx(3 * alone.nats_per_token, abs=1e-6)  # fp32 angles
 
 
 # ----------------------------------------------------------------------------------------------------------------------
