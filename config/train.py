@@ -209,6 +209,23 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_clean_attention(self) -> Self:
+        objective, alignment = self.objective, self.model.clean_alignment
+        is_token_causal = isinstance(objective, BlockDiffusionConfig) and objective.clean_attention == "token"
+        if is_token_causal and alignment is None:
+            raise ValueError(
+                'objective.clean_attention = "token" needs clean outputs, of which i - 1 predicts token i: set '
+                'model.clean_alignment = "shifted", which the checkpoint then says, or clean_attention = "block"'
+            )
+        if alignment is not None and not is_token_causal and not isinstance(objective, PreferenceConfig):
+            raise ValueError(
+                f'model.clean_alignment = "{alignment}" promises token-causal text, and the objective trains another '
+                'attention: set objective.kind = "block_diffusion" with clean_attention = "token", or convert the '
+                "model without clean_alignment ([diffusion] of diffusionlm-convert)"
+            )
+        return self
+
     def _check_eos_padding_length(self) -> None:
         length = self.row_length // 2 if isinstance(self.objective, PreferenceConfig) else self.row_length
         for chat in self.data.chats:
@@ -350,6 +367,7 @@ class TrainConfig(Section):
         conflicts = {
             'objective.kind = "preference"': is_split and isinstance(objective, PreferenceConfig),
             "[rl]": is_split and self.rl is not None,
+            "objective.balance": is_split and isinstance(objective, BlockDiffusionConfig) and objective.balance,
             "training.neftune_alpha": is_split and self.training.neftune_alpha is not None,
             "objective.mask_noise_steps": is_split and bool(has_mask_noise),
             "lora.dropout": (is_split or is_matrix) and self.lora is not None and self.lora.dropout > 0.0,

@@ -9,7 +9,7 @@ from config.finetune.lora import LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.model import Architecture
 from config.train import TrainConfig
-from config.training.objective import NextTokenConfig
+from config.training.objective import AllMasked, BlockDiffusionConfig, NextTokenConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from profiling.adapter_size import measure_adapter
 from profiling.flops import (
@@ -180,8 +180,17 @@ def _count_flops_per_token(config: TrainConfig, active_factors: int | None = Non
         )
         return flops * _num_draws(objective)
     masked_share = 1.0 if kind == "causal" else 0.5
-    flops = flops_per_token(config.model, size, length, masked_share, kind, block_length, active_factors)
-    if not isinstance(objective, NextTokenConfig) and objective.next_token_weight:
+    next_token_weight = 0.0 if isinstance(objective, NextTokenConfig) else objective.next_token_weight
+    measuring = 0
+    if isinstance(objective, BlockDiffusionConfig):
+        masked_share = 1.0 if isinstance(objective.estimator, AllMasked) else masked_share
+        measuring = int(objective.balance)
+        if objective.clean_attention == "token" and next_token_weight:
+            masked_share, next_token_weight = masked_share + 1.0, 0.0
+    flops = flops_per_token(
+        config.model, size, length, masked_share, kind, block_length, active_factors, num_measuring_forwards=measuring
+    )
+    if next_token_weight:
         flops += flops_per_token(config.model, size, length, 1.0, "causal", active_factors=active_factors)
     return flops
 
@@ -236,9 +245,10 @@ def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
     if isinstance(objective, NextTokenConfig):
         return "causal", 1
     length = objective.final_block_length
-    if length == 1 and config.model.logit_alignment == "shifted":
+    is_token_causal = config.model.clean_alignment is not None
+    if length == 1 and config.model.logit_alignment == "shifted" and not is_token_causal:
         return "causal", 1
-    if length is None or length >= config.row_length:
+    if length is None or (length >= config.row_length and not is_token_causal):
         return "bidirectional", 1
     return "block_diffusion", length
 

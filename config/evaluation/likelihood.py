@@ -28,7 +28,7 @@ class AnswerLikelihoodConfig(Section):
     """Lead that ends a comparison, in standard errors of the difference."""
     block_length: PositiveInt | None = None
     """Tokens per block, counted from the start of the context; a block attends to those before it. None: the model's
-    block length; if it has none, bidirectional."""
+    block length; if it has none, bidirectional; of token-causal text the exact next-token likelihood."""
     bidirectional: bool = False
     """Attend to the whole text, also for a block diffusion model."""
     cfg_scale: NonNegativeFloat = 0.0
@@ -92,6 +92,8 @@ class NelboConfig(Section):
     block_length: PositiveInt | None = None
     """Tokens per block, counted from each document's start; a block attends to those before it. None: the model's block
     length; if it has none, bidirectional."""
+    next_token: bool = False
+    """Exact next-token likelihood, of an autoregressive model or of token-causal text (clean_alignment)."""
     bidirectional: bool = False
     """Mask and attend to the whole document, also for a block diffusion model."""
     num_mc_samples: PositiveInt = 4
@@ -108,6 +110,8 @@ class NelboConfig(Section):
     def _check_blocks(self) -> Self:
         if self.bidirectional and self.block_length is not None:
             raise ValueError(f"bidirectional = true contradicts block_length = {self.block_length}: remove one of them")
+        if self.next_token and (self.bidirectional or self.block_length is not None):
+            raise ValueError("next_token = true is causal: remove block_length and bidirectional")
         return self
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from config.base import (
     TupleOf,
 )
 from config.finetune.preference import BlockLengths, PreferenceConfig
+from config.model import BlockAttention
 from diffusionlm.diffusion.schedules import LinearSchedule, NoiseSchedule
 
 NoiseGrouping = Literal["row", "document", "block"]
@@ -99,9 +100,23 @@ class IndependentMasking(_MaskingOptions):
     """Smaller masking probabilities are raised to this, which is no longer the NELBO."""
 
 
-Estimator = Annotated[FixedCountMasking | IndependentMasking, Field(discriminator="kind")]
+class AllMasked(Section):
+    """Mask all target tokens, with weight 1: a whole block is predicted in one forward, for drafts of several tokens
+    (I-DLM, TiDAR). The NELBO for blocks of one token only."""
 
-LossNormalizer = Literal["targets", "rows", "masked_rows", "masked"]
+    kind: Literal["all_masked"] = "all_masked"
+    draw_per: ClassVar[NoiseGrouping | None] = None
+    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    weight: ClassVar[LossWeighting | None] = None
+    reweight_cap: ClassVar[float | None] = None
+    contiguous_probability: ClassVar[float] = 0.0
+    position_ratio: ClassVar[float] = 1.0
+    replace_with: ClassVar[Literal["mask", "random"]] = "mask"
+
+
+Estimator = Annotated[FixedCountMasking | IndependentMasking | AllMasked, Field(discriminator="kind")]
+
+LossNormalizer = Literal["targets", "rows", "masked_rows", "masked", "outputs"]
 
 
 class _DiffusionConfig(BlockLengths, Section):
@@ -111,7 +126,8 @@ class _DiffusionConfig(BlockLengths, Section):
     """Divisor of the sum of the masked tokens' weighted cross-entropies. `estimator.weight` has the weights.
     targets: all target tokens of the step. rows: each row's sum is divided by its target tokens, then the mean over
     rows (LLaDA). masked_rows: each row's sum is divided by its masked tokens, then the mean over rows (dLLM-RL).
-    masked: all masked tokens of the step."""
+    masked: all masked tokens of the step; a next-token loss is divided by its own targets. outputs: all masked tokens
+    and targets of the next-token loss of the step, both terms."""
     estimator: Estimator = FixedCountMasking()
     """Sampling and weighting of masks."""
     label_smoothing: HalfOpenFraction = 0.0
@@ -122,21 +138,11 @@ class _DiffusionConfig(BlockLengths, Section):
     """Loss weight, and share in the divisor, of a target token that is padding after an answer
     (`data.source.chat.eos_padding`), relative to other target tokens."""
     next_token_weight: NonNegativeFloat = 0.0
-    """Weight of an auxiliary next-token loss on the clean tokens, divided like the loss. It is computed by a causal
-    forward of its own: in a block-causal one, outputs know the tokens after them. Output i - 1 predicts token i."""
-
+    """Weight of a next-token loss on the clean tokens, divided like the loss. Output i - 1 predicts token i. With
+    clean_attention = "token" it is of the same forward; else of a causal forward of its own, because in a block-causal
+    one outputs know the tokens after them."""
     mask_noise_steps: NonNegativeInt = 0
     """Add noise to the embedding of the mask token in this many first steps, while its row is untrained (LLaDA2)."""
-
-    @model_validator(mode="after")
-    def _check_next_token_weight(self) -> Self:
-        if self.next_token_weight and self.normalizer == "masked":
-            raise ValueError(
-                f'next_token_weight = {self.next_token_weight} is per target token, and normalizer = "masked" divides '
-                'by masked tokens: set normalizer = "targets" (with estimator.weight = "uniform") or '
-                "next_token_weight = 0"
-            )
-        return self
 
 
 class MaskedDiffusionConfig(_DiffusionConfig):
@@ -159,6 +165,8 @@ class MaskedDiffusionConfig(_DiffusionConfig):
             raise ValueError(
                 'estimator.draw_per = "block" needs blocks: choose "row" or "document", or kind = "block_diffusion"'
             )
+        if isinstance(self.estimator, AllMasked):
+            raise ValueError('estimator.kind = "all_masked" leaves nothing to read: set kind = "block_diffusion"')
         return self
 
 
@@ -183,6 +191,13 @@ class BlockDiffusionConfig(_DiffusionConfig):
     """block_diffusion: a block sees the clean blocks before it. prompt_and_own_block: an answer token sees the prompt
     and its own block only, in one stream of noisy tokens; blocks are counted from the end of the prompt (the tokens
     before the first target), and an answer is one document (`turns = "expand"`). Set generation.attention alike."""
+    clean_attention: BlockAttention = "block"
+    """block: clean blocks see their later tokens, too. token: they are token-causal, and the model is an autoregressive
+    one as well, whose next-token loss comes from the same forward (Nemotron-Labs-Diffusion, I-DLM). Needs
+    model.clean_alignment = "shifted"; model.noisy_attention is the attention of the noisy blocks."""
+    balance: bool = False
+    """Multiply next_token_weight by stop_gradient(loss of masked tokens / next-token loss) of the step (I-DLM). A
+    forward without gradient measures both before."""
     stages: TupleOf[BlockLengthStage] = ()
     """Block lengths that change during training, in order; the first stage starts at step 0."""
 
@@ -191,6 +206,16 @@ class BlockDiffusionConfig(_DiffusionConfig):
         if self.estimator.weight == "cart":
             raise ValueError(
                 'estimator.weight = "cart" needs kind = "masked_diffusion": a block sees no tokens after it'
+            )
+        if self.clean_attention == "token" and self.attention == "prompt_and_own_block":
+            raise ValueError(
+                'clean_attention = "token" is of the clean half, which attention = "prompt_and_own_block" has not: set '
+                'clean_attention = "block"'
+            )
+        if self.balance and not (self.next_token_weight and self.clean_attention == "token"):
+            raise ValueError(
+                f"balance = true weighs the next-token loss of one forward: set next_token_weight (it is "
+                f'{self.next_token_weight}) and clean_attention = "token"'
             )
         if (self.block_length is None) == (not self.stages):
             raise ValueError("set either block_length or stages")

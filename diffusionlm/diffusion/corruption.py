@@ -14,7 +14,14 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from config.training.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
+from config.training.objective import (
+    AllMasked,
+    Estimator,
+    FixedCountMasking,
+    IndependentMasking,
+    LossWeighting,
+    NoiseGrouping,
+)
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.models.patterns import document_offsets
@@ -129,15 +136,14 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
     Fixed-count masking: k is uniform on 1 ... n for a group of n target tokens, with weight n / k. The weighted sum of
     cross-entropies is an unbiased estimate of the continuous-time NELBO (Ou et al. 2024, lambda-DCE; Nie et al. 2025,
     eq. 6), with less variance than any estimator that samples times. Independent masking: see
-    `config.training.objective.IndependentMasking`.
+    `config.training.objective.IndependentMasking`. All masked: every target token, with weight 1.
 
     ``group_ids_BL`` is the result of `assign_noise_groups`. Weights "cart" are 1 here, and multiplied later by
     `context_adaptive_weights`.
     """
     B = len(group_ids_BL)
-    offsets_B = sample_sequence_offsets(
-        key, B, "stratified" if isinstance(estimator, FixedCountMasking) else estimator.times
-    )
+    times = estimator.times if isinstance(estimator, IndependentMasking) else "stratified"
+    offsets_B = sample_sequence_offsets(key, B, times)
     num_samples = 2 if isinstance(estimator, FixedCountMasking) and estimator.complementary else 1
     masked = np.zeros((num_samples, *group_ids_BL.shape), dtype=np.bool_)
     weights = np.zeros((num_samples, *group_ids_BL.shape))
@@ -152,6 +158,8 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
                 samples = _sample_fixed_counts(group_ids, group_sizes_G, offsets_B[row], rng, estimator)
             case IndependentMasking():
                 samples = [_sample_independent(group_ids, group_sizes_G, offsets_B[row], rng, estimator, weight)]
+            case AllMasked():
+                samples = [(np.ones(len(positions), dtype=np.bool_), np.ones(len(positions)))]
             case _:
                 assert_never(estimator)
         for index, (is_masked, token_weights) in enumerate(samples):

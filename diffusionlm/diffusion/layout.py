@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.model import ModelConfig
+from config.model import BlockAttention, ModelConfig
 from diffusionlm.diffusion.corruption import exclude_mask_tokens
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -46,7 +46,8 @@ class InputLayout:
     | none, with a bias                     | noisy tokens                    | DenseBias         |
 
     The second row is BD3-LM (Arriola et al. 2025). The third is autoregression: output i - 1 of the clean half attends
-    to exactly the tokens before i, so the noisy half is not needed.
+    to exactly the tokens before i, so the noisy half is not needed. A token-causal clean half is always of the second
+    row: its outputs predict the next token, and those of masked tokens are all noisy ones.
     """
 
     block_length: int | None
@@ -57,6 +58,9 @@ class InputLayout:
     """None: an autoregressive model without mask token."""
     has_independent_blocks: bool = False
     """An answer token attends to the prompt and its own block only; blocks are counted from the end of the prompt."""
+    clean_attention: BlockAttention = "block"
+    noisy_attention: BlockAttention = "block"
+    """Attention of the halves inside of a block (`BlockDiffusion`)."""
     bias: Tensor | None = field(default=None, compare=False)
     """Bias of bidirectional attention by positions of the row, [1, L, L] or [1, heads, L, L]; see `DenseBias`."""
 
@@ -67,15 +71,31 @@ class InputLayout:
         Raises:
             ValueError: the model has no mask token, and the layout is not autoregressive.
         """
-        layout = cls(block_length, config.logit_alignment, config.mask_token_id)
+        layout = cls(
+            block_length,
+            config.logit_alignment,
+            config.mask_token_id,
+            clean_attention="block" if config.clean_alignment is None else "token",
+            noisy_attention=config.noisy_attention,
+        )
         if not layout.is_autoregressive:
             _ = config.required_mask_token_id
         return layout
 
     @property
     def is_autoregressive(self) -> bool:
-        """True for blocks of one token with shifted outputs: next-token prediction."""
-        return self.block_length == 1 and self.alignment == "shifted"
+        """True for blocks of one token with shifted outputs, where masks predict no further: next-token prediction."""
+        return self.block_length == 1 and self.alignment == "shifted" and self.clean_attention == "block"
+
+    @property
+    def half_attention(self) -> tuple[BlockAttention, BlockAttention]:
+        """Attention of the clean and of the noisy half inside of a block."""
+        return self.clean_attention, self.noisy_attention
+
+    @property
+    def next_token(self) -> InputLayout:
+        """Layout of next-token prediction on the same tokens."""
+        return InputLayout(1, "shifted", self.mask_token)
 
     def maskable(self, batch: CleanBatch) -> NDArray[np.bool_]:
         """Target tokens that may be masked, [B, L].
@@ -130,10 +150,10 @@ class InputLayout:
                 offsets_BL = _offsets_in_document(batch)
                 parts_BL = offsets_BL if batch.segment_BL is None else document_offsets(batch.segment_BL)
                 is_block_start_BL = (parts_BL % self.block_length == 0).expand(masked.shape)
-                if bool((is_block_start_BL & (offsets_BL > 0)).any()):
+                if self.clean_attention == "token" or bool((is_block_start_BL & (offsets_BL > 0)).any()):
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
                     images = None if images is None else images.double()
-                    pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
+                    pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL, *self.half_attention)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
                     masked_indices_N = masked_indices_N[order]
         return NoisedBatch(
@@ -150,6 +170,33 @@ class InputLayout:
             images=images,
         )
 
+    def add_clean_outputs(
+        self, noised_batch: NoisedBatch, batch: CleanBatch, weights_BL: NDArray[np.floating]
+    ) -> NoisedBatch:
+        """Add the outputs of the clean half that predict the tokens whose weight is not zero.
+
+        ``noised_batch``: noise samples of the batch, in two halves; outputs of the first sample are added.
+        """
+        weights, L = torch.from_numpy(weights_BL).flatten().double(), weights_BL.shape[1]
+        indices_M = weights.nonzero()[:, 0]
+        clean_positions_M = indices_M // L * 2 * L + L + indices_M % L - 1
+        positions_N, order = torch.cat([noised_batch.positions_N, clean_positions_M]).sort()
+
+        def merge(values: Tensor, clean_values_BL: Tensor) -> Tensor:
+            return torch.cat([values, clean_values_BL.flatten()[indices_M]])[order]
+
+        is_eos_padding_N = noised_batch.is_eos_padding_N
+        if is_eos_padding_N is not None and batch.is_eos_padding_BL is not None:
+            is_eos_padding_N = merge(is_eos_padding_N, batch.is_eos_padding_BL)
+        return replace(
+            noised_batch,
+            positions_N=positions_N,
+            targets_N=merge(noised_batch.targets_N, batch.tokens_BL),
+            weights_N=merge(noised_batch.weights_N, weights),
+            is_eos_padding_N=is_eos_padding_N,
+            is_next_token_N=order >= len(noised_batch.positions_N),
+        )
+
     def split_for_noise(self, batch: CleanBatch) -> CleanBatch:
         """The batch with the documents that noise groups are counted in: independent blocks start after the prompt."""
         if not self.has_independent_blocks:
@@ -161,8 +208,8 @@ class InputLayout:
         """Output positions in the noisy and clean halves, ascending, and the order of the masked tokens for it."""
         L = is_block_start_BL.shape[1]
         positions_N = masked_indices_N // L * 2 * L + masked_indices_N % L
-        if self.alignment == "same_position":
-            return positions_N, torch.arange(len(positions_N))
+        if self.alignment == "same_position" or self.clean_attention == "token":
+            return positions_N - int(self.alignment == "shifted"), torch.arange(len(positions_N))
         is_first_N = is_block_start_BL.flatten()[masked_indices_N]
         # The noisy output before a block belongs to another block; the clean one before it sees all tokens before it.
         return (positions_N - 1 + L * is_first_N).sort()

@@ -18,7 +18,7 @@ from diffusionlm.models.vision.inputs import ImageInputs
 
 FORWARD_TENSORS = (
     "inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N", "answer_lengths_Q",
-    "is_desirable_P1",
+    "is_desirable_P1", "is_next_token_N",
 )  # fmt: skip
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
@@ -136,6 +136,10 @@ class NoisedBatch:
     """Target tokens of each answer, without EOS padding, at least 1."""
     is_desirable_P1: Tensor | None = None
     """Labels of the rows. None: they are pairs."""
+    is_next_token_N: Tensor | None = None
+    """True for outputs of the clean half, which predict the next token. None: there are none."""
+    next_token_denominator: float | None = None
+    """Contribution to the divisor of the next-token loss. None: it is `denominator`."""
     eos_padding_denominator: float = 0.0
     """Part of `denominator` that EOS padding contributes."""
     is_auxiliary: bool = False
@@ -153,6 +157,21 @@ class NoisedBatch:
         indices_B = torch.arange(len(self.inputs_BS), device=self.inputs_BS.device if device is None else device)
         num_rows = self.num_rows or len(indices_B)
         return self.first_row + indices_B % num_rows + (indices_B // num_rows << MAX_STEP_ROWS_LOG2)
+
+    def split_terms(self) -> list[NoisedBatch]:
+        """The batch with the weights of masked tokens alone, and with those of the next-token loss, if it has both."""
+        if self.is_next_token_N is None:
+            return [self]
+        masked_N, next_token_N = self.weights_N * ~self.is_next_token_N, self.weights_N * self.is_next_token_N
+        return [replace(self, weights_N=masked_N), replace(self, weights_N=next_token_N, is_auxiliary=True)]
+
+    def scale_next_tokens(self, factor: float) -> NoisedBatch:
+        """Copy whose weights of the next-token loss are multiplied by a factor."""
+        weights_N = self.weights_N * factor if self.is_auxiliary else self.weights_N
+        if self.is_next_token_N is not None:
+            weights_N = torch.where(self.is_next_token_N, weights_N * factor, weights_N)
+        on_host = None if self.on_host is None else self.on_host.scale_next_tokens(factor)
+        return replace(self, weights_N=weights_N, on_host=on_host)
 
     def to(self, device: torch.device) -> NoisedBatch:
         """Copy to a device; what belongs to the clean batch stays on the CPU."""

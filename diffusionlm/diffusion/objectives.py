@@ -9,17 +9,20 @@ Shapes: B sequences, L tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from config.finetune.preference import PreferenceConfig
 from config.model import ModelConfig
 from config.training.objective import (
+    AllMasked,
     BlockDiffusionConfig,
-    FixedCountMasking,
     IndependentMasking,
     LossNormalizer,
     LossWeighting,
@@ -38,10 +41,11 @@ from diffusionlm.diffusion.corruption import (
 )
 from diffusionlm.diffusion.layout import InputLayout, anneal_attention, read_attention_bias
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
-from diffusionlm.diffusion.preference import PreferenceObjective
+from diffusionlm.diffusion.preference import PreferenceObjective, WeighedLoss, compute_nll
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.transformer import Transformer
 
 
 class Objective(Protocol):
@@ -100,33 +104,85 @@ class DiffusionObjective:
             denominator=denominator,
             replacement_tokens_BL=replacement_tokens_BL,
         )
-        pattern = noised_batch.pattern
+        noised_batch = replace(noised_batch, eos_padding_denominator=eos_padding_denominator)
         if isinstance(config, MaskedDiffusionConfig):
-            pattern = anneal_attention(pattern, masked.shape[1], key, config.anneal_attention_steps)
-        return replace(noised_batch, pattern=pattern, eos_padding_denominator=eos_padding_denominator)
+            pattern = anneal_attention(noised_batch.pattern, masked.shape[1], key, config.anneal_attention_steps)
+            noised_batch = replace(noised_batch, pattern=pattern)
+        return self._add_next_tokens(noised_batch, batch) if config.next_token_weight else noised_batch
+
+    def _add_next_tokens(self, noised_batch: NoisedBatch, batch: CleanBatch) -> NoisedBatch:
+        """Add the next-token loss to the counts, and to the outputs if the clean half is token-causal."""
+        config, weights_BL = self.config, self._weigh_next_tokens(batch)
+        count = float(weights_BL.sum()) / config.next_token_weight
+        if config.normalizer == "outputs":
+            noised_batch = replace(noised_batch, denominator=noised_batch.denominator + count)
+        if config.normalizer == "masked":
+            noised_batch = replace(noised_batch, next_token_denominator=count)
+        if self.layout.clean_attention == "block":
+            return noised_batch
+        return self.layout.add_clean_outputs(noised_batch, batch, weights_BL)
 
     def build_auxiliary_batch(self, batch: CleanBatch) -> NoisedBatch | None:
-        """The next-token loss on the clean tokens, if it has a weight.
+        """The next-token loss on the clean tokens, if it has a weight and the first forward does not compute it."""
+        if not self.config.next_token_weight or self.layout.clean_attention == "token":
+            return None
+        layout = self.layout.next_token
+        noised_batch = layout.build_noised_batch(batch, layout.maskable(batch), self._weigh_next_tokens(batch))
+        return replace(noised_batch, is_auxiliary=True)
+
+    def _weigh_next_tokens(self, batch: CleanBatch) -> NDArray[np.float64]:
+        """Weights of the next-token loss, [B, L]; 0 for tokens that no output predicts.
 
         A token counts as much as in the divisor of the objective: the same, or the same share of its answer.
         """
         config = self.config
-        if not config.next_token_weight:
-            return None
         sequences = NoiseSequences.from_batch(batch)
         shares = TargetShares.from_batch(
             sequences, sequences.gather(self.layout.maskable(batch)), config.eos_padding_weight
         )
         weights_QM = config.next_token_weight * shares.values_QM
-        if config.normalizer != "targets":
+        if config.normalizer in ("rows", "masked_rows"):
             sizes_Q1 = shares.values_QM.sum(axis=1, keepdims=True)
             weights_QM = weights_QM / np.where(sizes_Q1 > 0.0, sizes_Q1, 1.0)
-        layout = InputLayout(1, "shifted", self.layout.mask_token)
-        noised_batch = layout.build_noised_batch(batch, layout.maskable(batch), sequences.scatter(weights_QM))
-        return replace(noised_batch, is_auxiliary=True)
+        return np.where(self.layout.next_token.maskable(batch), sequences.scatter(weights_QM), 0.0)
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
+
+
+@dataclass(frozen=True)
+class BalancedLoss:
+    """The loss of masked tokens, and a next-token loss scaled to ``weight`` times its value (`objective.balance`). The
+    factor is of the whole step, over all ranks, and has no gradient. It is a `ModelLoss`."""
+
+    weight: float
+    """`objective.next_token_weight`; the weights of the noise contain it as well."""
+    num_measuring_forwards: int = 1
+
+    def measure(self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Tensor:
+        """Losses of masked tokens and of next tokens, [2], fp64."""
+        loss_N = loss_inputs.weights_N * compute_nll(model, noised_batch, loss_inputs).double()
+        assert noised_batch.is_next_token_N is not None, "checked by BlockDiffusionConfig"
+        next_token = (loss_N * noised_batch.is_next_token_N).sum()
+        return torch.stack([loss_N.sum() - next_token, next_token])
+
+    def weigh(
+        self,
+        noised_batches: Sequence[NoisedBatch],
+        loss_inputs: Sequence[LossInputs],
+        measured: Sequence[Any],
+        denominator: float,
+        all_reduce: Callable[[Tensor], Tensor],
+    ) -> list[WeighedLoss]:
+        """The loss of each micro-batch, of cross-entropies alone."""
+        masked, next_token = all_reduce(torch.stack([*measured]).sum(0)).unbind()
+        factor = torch.where(next_token > 0.0, self.weight * masked / next_token, 0.0)
+        weighed = []
+        for noised_batch, inputs, (masked, next_token) in zip(noised_batches, loss_inputs, measured, strict=True):
+            assert noised_batch.is_next_token_N is not None, "checked by BlockDiffusionConfig"
+            weights_N = inputs.weights_N * torch.where(noised_batch.is_next_token_N, factor, 1.0)
+            weighed.append(WeighedLoss(replace(inputs, weights_N=weights_N), masked + factor * next_token))
+        return weighed
 
 
 @dataclass(frozen=True)
@@ -220,13 +276,15 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
         return "it has label smoothing, a z-loss or an eos_padding_weight" if has_other_terms else None
     estimator = config.estimator
     weight, normalizer = loss_weighting(config), config.normalizer
-    is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
+    is_linear = not isinstance(estimator, IndependentMasking) or estimator.schedule.kind == "linear"
     reasons = [
         (weight == "uniform", "masked tokens are not weighted"),
         (weight == "cart", "masked tokens are weighted by their context"),
         (weight == "inverse_p" and not is_linear, "weights 1 / p undo a linear schedule only"),
         (normalizer == "rows", "rows weigh the same whatever their number of targets"),
         (normalizer in ("masked", "masked_rows"), "the sum is divided by masked tokens, not by target tokens"),
+        (normalizer == "outputs", "the sum is divided by masked and next tokens, not by target tokens"),
+        (isinstance(estimator, AllMasked) and config.longest_block_length != 1, "all tokens of a block are masked"),
         (estimator.reweight_cap is not None, "reweight_cap cuts weights"),
         (estimator.range != (0.0, 1.0), "range leaves noise levels out"),
         (estimator.contiguous_probability > 0.0, "masks are contiguous"),
@@ -280,7 +338,7 @@ def _normalize_weights(
     match normalizer:
         case "targets":
             return weights, float(sizes_Q.sum()), float(eos_padding_sizes_Q.sum())
-        case "masked":
+        case "masked" | "outputs":
             counts = [
                 sum(float(values_QM[sample.masked_BL].sum()) for sample in samples)
                 for values_QM in (shares.values_QM, shares.eos_padding_QM)

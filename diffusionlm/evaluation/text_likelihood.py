@@ -195,6 +195,13 @@ def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelCo
             method = f"exact, {settings.strategy.name} sampler"
         case NelboConfig():
             key = "likelihood"
+            if config.next_token:
+                if model.clean_alignment is None and not model.is_autoregressive:
+                    raise ValueError(
+                        "likelihood.next_token = true needs outputs that predict the next token of a causal text: the "
+                        "model's config.json has no clean_alignment; remove next_token"
+                    )
+                return InputLayout.from_config(model, 1).next_token, "exact, next token"
             block_length = None if config.bidirectional else config.block_length or model.block_length
             method = "bound, bidirectional" if block_length is None else f"bound, blocks of {block_length}"
             if block_length == 1:

@@ -32,7 +32,8 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.evaluation.nelbo import NelboEstimator
+from diffusionlm.evaluation.draft_acceptance import Acceptance, measure_draft_acceptance
+from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.vision.features import FeatureStore
@@ -219,6 +220,10 @@ class EvaluationResult:
     num_rows: int
     eos_padding_nats_per_token: float | None = None
     """Bound of the EOS padding after an answer, which no other number counts; None: there is none."""
+    next_token_nats_per_token: float | None = None
+    """Exact negative log-likelihood by the next-token outputs of token-causal text; None: there are none."""
+    draft_acceptance: Acceptance = ()
+    """See `measure_draft_acceptance`; empty if there are no next-token outputs."""
 
 
 def evaluate(
@@ -246,11 +251,15 @@ def evaluate(
         ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     layout = layout or InputLayout.from_config(model.config, None)
-    estimator = NelboEstimator(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
-    report = estimator.build_report(
-        map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
-    )
-    tokens_BL, is_scored_BL = batch.tokens_BL.numpy(), estimator.is_scored_BL
+
+    def measure(layout: InputLayout) -> tuple[NelboReport, NDArray[np.bool_]]:
+        estimator = NelboEstimator(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
+        sums = map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
+        return estimator.build_report(sums), estimator.is_scored_BL
+
+    report, is_scored_BL = measure(layout)
+    next_token = measure(layout.next_token)[0] if layout.clean_attention == "token" else None
+    tokens_BL = batch.tokens_BL.numpy()
     bits, bits_error, num_bytes = bits_per_byte(tokenizer, tokens_BL, is_scored_BL, report.row_nats)
     counts_V = np.bincount(tokens_BL[is_scored_BL])
     frequencies = counts_V[counts_V > 0] / counts_V.sum()
@@ -272,6 +281,8 @@ def evaluate(
         block_length=layout.block_length,
         num_rows=len(batch.tokens_BL),
         eos_padding_nats_per_token=report.eos_padding_nats_per_token,
+        next_token_nats_per_token=None if next_token is None else next_token.nats_per_token,
+        draft_acceptance=measure_draft_acceptance(model, layout, batch, batch_size, map_forwards),
     )
 
 

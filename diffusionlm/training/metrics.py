@@ -289,12 +289,13 @@ class StepMonitor:
         fractions."""
         if self._sums_2M is None:
             return
-        if noised_batch.is_eos_padding_N is not None or noised_batch.is_auxiliary:
-            self._sums_2M[:, PARTS].add_(sum_loss_parts(noised_batch, nll_N.detach()))
-        if not isinstance(noised_batch.pattern, Causal):
-            sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
-            self._sums_2M[:, BINS].add_(sums_2K)
-            self._sums_2M[1, 0].add_(noised_batch.num_targets)
+        for term in noised_batch.split_terms():
+            if term.is_eos_padding_N is not None or term.is_auxiliary:
+                self._sums_2M[:, PARTS].add_(sum_loss_parts(term, nll_N.detach()))
+            if not (isinstance(term.pattern, Causal) or term.is_auxiliary):
+                sums_2K = sum_losses_by_masked_fraction(term, nll_N.detach(), self.model.config.logit_alignment)
+                self._sums_2M[:, BINS].add_(sums_2K)
+                self._sums_2M[1, 0].add_(term.num_targets)
 
     def add_preferences(self, results: PreferenceResults) -> None:
         """Add the rewards of a micro-batch, on the device."""

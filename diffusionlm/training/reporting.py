@@ -312,11 +312,12 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         f"{prefix}_standard_error": result.standard_error,
         f"{prefix}_bits_per_byte": result.bits_per_byte,
         f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
-        **(
-            {}
-            if result.eos_padding_nats_per_token is None
-            else {f"{prefix}_eos_padding_nats_per_token": result.eos_padding_nats_per_token}
-        ),
+        **{
+            f"{prefix}_{name}": value
+            for name in ("eos_padding_nats_per_token", "next_token_nats_per_token")
+            if (value := getattr(result, name)) is not None
+        },
+        **{f"{prefix}_draft_acceptance/{i}": rate for i, (rate, _) in enumerate(result.draft_acceptance, start=1)},
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
 

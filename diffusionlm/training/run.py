@@ -12,6 +12,7 @@ import torch
 
 from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
+from config.training.objective import BlockDiffusionConfig
 from config.training.parallel import FSDP
 from config.training.validation import EarlyStoppingConfig
 from ddp.process_group import SINGLE_PROCESS, World
@@ -19,8 +20,8 @@ from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint, TensorDige
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
-from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
-from diffusionlm.diffusion.preference import PreferenceLoss
+from diffusionlm.diffusion.objectives import BalancedLoss, build_objective, find_nelbo_deviation
+from diffusionlm.diffusion.preference import ModelLoss, PreferenceLoss
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
@@ -251,7 +252,11 @@ def build_train_state(
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
     reference = build_reference(config, builder, world, device, precision)
-    loss = PreferenceLoss(config.objective.loss, reference) if isinstance(config.objective, PreferenceConfig) else None
+    loss: ModelLoss | None = None
+    if isinstance(config.objective, PreferenceConfig):
+        loss = PreferenceLoss(config.objective.loss, reference)
+    elif isinstance(config.objective, BlockDiffusionConfig) and config.objective.balance:
+        loss = BalancedLoss(config.objective.next_token_weight)
     perturbations = build_perturbations(config, model)
     return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, reference, loss)
 

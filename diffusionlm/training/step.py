@@ -121,15 +121,19 @@ class Prefetcher(StepLoader):
 
 
 def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopRequest) -> StepBatch:
-    """Load the batch of a step, from 0, and all-reduce the loss denominator, the number of target tokens and the stop
+    """Load the batch of a step, from 0, and all-reduce the loss denominators, the number of target tokens and the stop
     flags, so that all ranks stop after the same step."""
     loaded, copies = loader.next_step(step), world.mesh.num_data_copies
-    denominator, num_target_tokens, *stop_flags = world.sum(
+    denominator, next_token_denominator, num_target_tokens, *stop_flags = world.sum(
         sum(batch.denominator for batch in loaded.noised_batches),
+        sum(batch.next_token_denominator or 0.0 for batch in loaded.noised_batches),
         sum(batch.num_targets for batch in loaded.noised_batches),
         *stop.flags(),
     )
     stop.stop_for_any_rank(stop_flags)
+    if next_token_denominator:  # the weights of all terms are divided by one denominator
+        scale = (denominator or copies) / next_token_denominator
+        loaded = replace(loaded, noised_batches=[batch.scale_next_tokens(scale) for batch in loaded.noised_batches])
     return StepBatch(step, loaded, denominator / copies or 1.0, round(num_target_tokens / copies))
 
 

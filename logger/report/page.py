@@ -110,6 +110,7 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
     yield "Kind of bound", [_kind(run) if run.summary else None for run in runs]
     for index in items("other_block_lengths"):
         yield "Also trained for, nats per token", [_other_bound(run, index) for run in runs]
+    yield "Next token, exact, nats per token", results("evaluation", "next_token_nats_per_token")
     yield "EOS padding after answers, nats per token", results("evaluation", "eos_padding_nats_per_token")
     if any(run.result("source_entropy") is not None for run in runs):
         yield "Validation, nats per document", [_nats_per_document(run) for run in runs]

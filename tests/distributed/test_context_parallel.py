@@ -224,7 +224,8 @@ def test_a_batch_is_divided_once(make_config: MakeConfig) -> None:
         DOCUMENTS.repeat(2, 1),
         is_eos_padding_BL=(torch.arange(LENGTH) >= 11).repeat(4, 1),
     )
-    objective = build_objective(BlockDiffusionConfig(block_length=4), make_config())
+    config = BlockDiffusionConfig(block_length=4, clean_attention="token", next_token_weight=0.5)
+    objective = build_objective(config, make_config(clean_alignment="shifted"))
     whole = objective.build_noised_batch(clean, NoiseKey(0, 0, 0, 4))
     whole = replace(whole, answers_N=torch.arange(len(whole.positions_N)))
     assert split_batch(whole, Axis()) is whole
@@ -235,7 +236,7 @@ def test_a_batch_is_divided_once(make_config: MakeConfig) -> None:
         assert torch.equal(part.inputs_BS, inputs_B24.flatten(1))
         assert part.answers_N is not None and (part.positions_N.diff() > 0).all()
         num_parts[part.answers_N] += 1
-        for name in ("targets_N", "weights_N", "is_eos_padding_N"):
+        for name in ("targets_N", "weights_N", "is_eos_padding_N", "is_next_token_N"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[part.answers_N])
         # An output position reads the same input as in the whole batch.
         assert torch.equal(

@@ -22,6 +22,7 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.inference.generate import generate
+from diffusionlm.models.patterns import Causal
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import RunSummary
 from logger.pages.terminal import render_text
@@ -47,7 +48,10 @@ ANNEALED = {
     "estimator": {"kind": "counts", "weight": "cart"},
 }
 WITH_NEXT_TOKEN = {"kind": "block_diffusion", "block_length": 4, "next_token_weight": 0.3, "mask_noise_steps": 1}
+ONE_FORWARD = WITH_NEXT_TOKEN | {"clean_attention": "token", "normalizer": "masked"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
+    "one forward": ONE_FORWARD,
+    "one forward, balanced": ONE_FORWARD | {"balance": True, "estimator": {"kind": "all_masked"}},
     "several blocks": BLOCKS,
     "stages": STAGES,
     "next token": NEXT,
@@ -72,6 +76,8 @@ def with_objective(config: TrainConfig, objective: dict[str, Any], **sections: d
     if objective["kind"] == "next_token":
         sections["model"] = {"logit_alignment": "shifted"} | sections.get("model", {})
         sections["data"] = {"begin_with_eos": True} | sections.get("data", {})
+    if objective.get("clean_attention") == "token":
+        sections["model"] = {"clean_alignment": "shifted"} | sections.get("model", {})
     values: dict[str, Any] = config.model_dump(exclude_unset=True, exclude={"objective"})
     for name, changes in sections.items():
         values[name] = changes if name == "tokenizer" else values.get(name, {}) | changes
@@ -85,7 +91,9 @@ def records(config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["stages", "masked", "annealed", "next token, too"])
+@pytest.mark.parametrize(
+    "name", ["stages", "masked", "annealed", "next token, too", "one forward", "one forward, balanced"]
+)
 def test_micro_batches_give_the_same_loss_and_gradients(config: TrainConfig, name: str, tmp_path: Path) -> None:
     """Of objectives that change a step besides its loss; `reference/test_invariance.py` has the others. With NEFTune.
 
@@ -110,6 +118,11 @@ def test_micro_batches_give_the_same_loss_and_gradients(config: TrainConfig, nam
     loss, gradients, _ = step(6)
     parts_loss, parts, draws = step(2)
     draws = [draw for draw in draws if not draw.is_auxiliary]
+    if name.startswith("one forward"):  # the next tokens of the step have a divisor of their own
+        sums = [
+            float((draw.weights_N * draw.is_next_token_N).sum()) for draw in draws if draw.is_next_token_N is not None
+        ]
+        assert sum(sums) / sum(draw.denominator for draw in draws) == pytest.approx(0.3)
     assert len(draws) == 3 and len({draw.num_targets for draw in draws}) > 1, "equal counts would hide a mean of means"
     assert math.isfinite(loss) and loss == pytest.approx(parts_loss, rel=1e-5)
     assert gradients.keys() == parts.keys() and len(gradients) > 5
@@ -150,6 +163,37 @@ def test_a_run_resumes_bit_for_bit(name: str, config: TrainConfig, tmp_path: Pat
     assert result.summary is not None and expected.summary is not None
     assert result.summary.evaluation == expected.summary.evaluation
     assert result.summary.other_block_lengths == expected.summary.other_block_lengths
+
+
+def test_token_causal_text_has_a_bound_and_a_likelihood(config: TrainConfig) -> None:
+    """Validated by both, and its checkpoint says what it is; a step logs the loss of each term."""
+    config = with_objective(config, ONE_FORWARD | {"normalizer": "targets"})
+    summary = train(config).summary
+    assert summary is not None
+    model = load_model(config.run.directory)
+    assert (model.config.logit_alignment, model.config.clean_alignment) == ("same_position", "shifted")
+    tokenizer = load_tokenizer(config.run.directory)
+    validator = Validator(config, tokenizer, open_components(config.data, "train"))
+    rows = validator.rows[: config.validation.final_rows]
+    tokens, targets, documents = (
+        torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
+        for name in ("tokens_L", "loss_mask_L", "document_ids_L")
+    )
+    logits = model(tokens.long(), pattern=Causal(documents)).detach()
+    logits[..., model.config.required_mask_token_id] = -math.inf
+    nll = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].long().flatten(), reduction="none"
+    )
+    is_scored = (targets[:, 1:] & (documents[:, 1:] == documents[:, :-1])).flatten()
+    assert summary.evaluation.next_token_nats_per_token == pytest.approx(float(nll[is_scored].mean()), rel=1e-4)
+    assert summary.evaluation.nats_per_token != pytest.approx(float(nll[is_scored].mean()), rel=1e-4)
+    assert len(summary.evaluation.draft_acceptance) == 3
+    assert all(0.0 < rate <= 1.0 and 0.0 <= agreement <= 1.0 for rate, agreement in summary.evaluation.draft_acceptance)
+    assert RunSummary.read(config.run.directory / "summary.json") == summary
+    steps = [record for record in records(config) if "loss" in record]
+    assert all(0.0 < record["mask_ratio"] <= 1.0 and record["loss_next_token"] > 0.0 for record in steps) and steps
+    last = steps[-1]
+    assert last["loss"] > 0.3 * last["loss_next_token"], "the loss has both terms"
 
 
 @pytest.mark.slow

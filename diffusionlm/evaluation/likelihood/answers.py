@@ -97,6 +97,15 @@ class AnswerBuilder:
         self.model, self._read_features = model, read_features
         block_length = None if config.bidirectional else config.block_length or model.block_length
         self.layout = InputLayout.from_config(model, block_length)
+        if self.layout.clean_attention == "token" and not config.bidirectional:
+            if config.block_length is None:
+                self.layout = self.layout.next_token
+            elif self.layout.alignment == "shifted":
+                raise ValueError(
+                    f"block_length = {config.block_length}: with these outputs the masks of a block predict the first "
+                    "token of the next one, and an answer has no bound of its own; remove block_length for the exact "
+                    "next-token likelihood"
+                )
         if config.end_of_text != "none" and model.eos_token_id is None:
             raise ValueError(
                 f'end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '

@@ -145,7 +145,7 @@ class _CopySequence:
         ids = [np.arange(len(clean_tokens)), *(copy.start + np.arange(len(copy.tokens)) for copy in computed)]
         ids_Q = np.concatenate(ids)
         bounds = tuple(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
-        copies_pattern = CleanAndBlockCopies(layout.block_length, tuple(ids_Q.tolist()), bounds)
+        copies_pattern = CleanAndBlockCopies(layout.block_length, tuple(ids_Q.tolist()), bounds, *layout.half_attention)
         self.slice = SequenceSlice(0, length, length, copies_pattern, outputs=self.outputs_N, position_ids=ids_Q)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from config.base import Section
 from config.dump import to_toml
-from config.load import load_config
+from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from config.training.objective import (
     BlockDiffusionConfig,
@@ -96,3 +96,22 @@ def test_block_lengths_of_an_objective(
     assert (config.objective.block_lengths, config.objective.final_block_length) == (lengths, final)
     (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
     assert load_config(TrainConfig, tmp_path / "again.toml") == config
+
+
+TOKEN_CAUSAL = ["objective.kind=block_diffusion", "objective.block_length=4", "objective.clean_attention=token"]
+CLEAN_OUTPUTS = "model.clean_alignment=shifted"
+
+
+def test_token_causal_text_is_named_by_model_and_objective(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(LONG_ROWS, encoding="utf-8")
+    config = load_config(TrainConfig, tmp_path / "train.toml", [*TOKEN_CAUSAL, CLEAN_OUTPUTS])
+    assert (config.model.clean_alignment, config.model.noisy_attention) == ("shifted", "block")
+    for overrides, message in (
+        (TOKEN_CAUSAL, r"needs clean outputs.*set model\.clean_alignment"),
+        ([CLEAN_OUTPUTS], r'promises token-causal text.*clean_attention = "token"'),
+        ([*TOKEN_CAUSAL[:2], CLEAN_OUTPUTS], "promises token-causal text"),
+        (["objective.kind=next_token", SHIFTED, CLEAN_OUTPUTS], "promises token-causal text"),
+        ([*TOKEN_CAUSAL, "model.noisy_attention=token"], 'noisy_attention = "token" needs token-causal text'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(TrainConfig, tmp_path / "train.toml", overrides)

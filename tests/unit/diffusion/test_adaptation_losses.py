@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from config.training.objective import (
+    AllMasked,
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,
@@ -166,5 +167,9 @@ def test_objectives_without_a_weight_have_no_second_forward(tiny_model: MakeMode
 def test_config_errors_name_the_remedy() -> None:
     with pytest.raises(ValidationError, match=r'"cart" needs kind = "masked_diffusion"'):
         BlockDiffusionConfig(block_length=4, estimator=FixedCountMasking(weight="cart"))
-    with pytest.raises(ValidationError, match=r'set normalizer = "targets"'):
-        MaskedDiffusionConfig(normalizer="masked", next_token_weight=0.1)
+    with pytest.raises(ValidationError, match=r'"all_masked" leaves nothing to read.*"block_diffusion"'):
+        MaskedDiffusionConfig(estimator=AllMasked())
+    with pytest.raises(ValidationError, match="balance = true weighs the next-token loss of one forward"):
+        BlockDiffusionConfig(block_length=4, next_token_weight=1.0, balance=True)
+    with pytest.raises(ValidationError, match=r'clean_attention = "token" is of the clean half'):
+        BlockDiffusionConfig(block_length=4, clean_attention="token", attention="prompt_and_own_block")

@@ -28,19 +28,22 @@ OBJECTIVES: dict[str, Any] = {
     "own blocks": BlockDiffusionConfig(block_length=3, attention="prompt_and_own_block"),
     "with next token": MaskedDiffusionConfig(next_token_weight=0.5),
     "next token": NextTokenConfig(),
+    "one forward": BlockDiffusionConfig(block_length=3, clean_attention="token", next_token_weight=0.5),
     "shifted block": BlockDiffusionConfig(block_length=3),
     "preferences": PreferenceConfig(num_draws=4),
     "preferences in blocks": PreferenceConfig(num_draws=2, block_length=3),
 }
 SHIFTED = ("next token", "shifted block")
 NUM_COPIES = {"masked twice": 2, "preferences": 4, "preferences in blocks": 2}
-TWO_STREAMS = ("block", "shifted block", "preferences in blocks")
+TWO_STREAMS = ("block", "one forward", "shifted block", "preferences in blocks")
 
 
 def noise(name: str, batch: CleanBatch) -> list[NoisedBatch]:
     """The forwards of an objective."""
     alignment = "shifted" if name in SHIFTED else "same_position"
-    objective = build_objective(OBJECTIVES[name], SMALL.model_copy(update={"logit_alignment": alignment}))
+    clean_alignment = "shifted" if name == "one forward" else None
+    options = {"logit_alignment": alignment, "clean_alignment": clean_alignment}
+    objective = build_objective(OBJECTIVES[name], SMALL.model_copy(update=options))
     forwards = (objective.build_noised_batch(batch, KEY), objective.build_auxiliary_batch(batch))
     return [forward for forward in forwards if forward is not None]
 
@@ -70,6 +73,8 @@ def test_only_answers_are_noised(name: str) -> None:
         assert torch.equal(noised.images.positions_3BS, batch.images.positions_3BS.repeat(1, copies, streams))
         is_shifted = noised.is_auxiliary or name in SHIFTED
         targets_N = target_positions(noised, "shifted" if is_shifted else "same_position") % shape.numel()
+        if noised.is_next_token_N is not None:
+            targets_N += noised.is_next_token_N
         assert len(targets_N) and batch.loss_mask_BL.flatten()[targets_N].all()
         assert torch.equal(noised.targets_N, batch.tokens_BL.flatten()[targets_N])
 

@@ -141,6 +141,12 @@ def test_flops_depend_on_the_objective() -> None:
         estimate(objective={"kind": "next_token"}, model=MODEL | {"logit_alignment": "shifted"}).flops_per_token
         == causal
     )
+    # Next tokens of the same forward cost the head and a part of the last block; a balance measures both terms before.
+    one = {"kind": "block_diffusion", "block_length": 4, "clean_attention": "token", "next_token_weight": 0.5}
+    model = MODEL | {"clean_alignment": "shifted"}
+    scored = step_flops(config, 300, positions=16, scored=12, pairs=[pairs, round(pairs * 0.75)]) / 8
+    assert estimate(objective=one, model=model).flops_per_token == scored
+    assert estimate(objective=one | {"balance": True}, model=model).flops_per_token > 1.2 * scored
     # The other forward runs later, so the larger memory of the two is needed.
     both = estimate(objective={"kind": "masked_diffusion", "next_token_weight": 0.5})
     assert both.flops_per_token == estimate().flops_per_token + causal
