@@ -21,7 +21,7 @@ from diffusionlm.evaluation.likelihood.scoring import OptionsRequest
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, LikelihoodReport, check_positive
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.request_builder import prepare_known_text
-from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.transformer import Transformer
@@ -43,6 +43,7 @@ def sampler_likelihood(
     config: GenerationConfig | None = None,
     *,
     document_BL: Tensor | None = None,
+    row_options: Sequence[RequestOptions] | None = None,
     batch_size: int = 32,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SamplerReport:
@@ -51,7 +52,8 @@ def sampler_likelihood(
     All target tokens are masked. In each step the strategy selects positions from the model's distributions alone, the
     true tokens are revealed there, and their log-probabilities given the tokens visible before are summed. The sampler
     is that of `generate` at temperature 1, except that confidences do not depend on sampled tokens: ``low_confidence``
-    uses the probability of the most probable one. Only the mask token has probability zero.
+    uses the probability of the most probable one. Only the mask token and the placeholder of images have probability
+    zero.
 
     Args:
         tokens_BL: clean token ids.
@@ -60,6 +62,7 @@ def sampler_likelihood(
         config: blocks, steps, attention and strategy; None: the defaults. ``max_new_tokens`` and ``stop_token_ids`` are
             ignored.
         document_BL: document id of each position; documents are independent texts, and padding is -1.
+        row_options: images of each row, which are no targets, and their processor. None: there are none.
         batch_size: documents per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
         on_progress: called after each forward with the number of scored tokens and the number of all tokens.
 
@@ -72,7 +75,7 @@ def sampler_likelihood(
     check_exact_likelihood(resolve_settings(config, model.config))
     settings = resolve_settings(config.model_copy(update={"temperature": 0.0}), model.config)
     check_positive(batch_size=batch_size)
-    documents = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings))
+    documents = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings, row_options))
     requests = [request for _, request in documents]
     sizes = [len(request.masked_positions) for request in requests]
     if not sum(sizes):
@@ -179,6 +182,7 @@ def _split_into_documents(
     loss_mask_BL: Tensor | None,
     document_BL: Tensor | None,
     settings: DecodingSettings,
+    row_options: Sequence[RequestOptions] | None,
 ) -> Iterator[tuple[int, ActiveRequest]]:
     """Split the rows into documents: row and request of the target tokens. Documents without one are left out."""
     tokens_BL = tokens_BL.cpu()
@@ -186,10 +190,18 @@ def _split_into_documents(
     is_text_BL = documents_BL >= 0
     targets_BL = is_text_BL if loss_mask_BL is None else loss_mask_BL.bool().cpu() & is_text_BL
     layout = InputLayout.from_config(model.config, settings.block_causal_length)
-    maskable_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL))
-    for row, (tokens_L, document_ids_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):
+    masked_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL)).copy()
+    row_options = [DEFAULT_OPTIONS] * len(tokens_BL) if row_options is None else row_options
+    rows = zip(tokens_BL.numpy(), documents_BL.numpy(), masked_BL, row_options, strict=True)
+    for row, (tokens_L, document_ids_L, is_masked_L, options) in enumerate(rows):
+        for placed in options.images:
+            is_masked_L[placed.start : placed.end] = False
         edges = np.flatnonzero(np.diff(document_ids_L)) + 1
         for positions in np.split(np.arange(len(tokens_L)), edges):
-            masked_positions = np.flatnonzero(maskable_BL[row, positions])
-            if len(masked_positions):
-                yield row, ActiveRequest(prepare_known_text(settings, tokens_L[positions], masked_positions))
+            masked_positions = np.flatnonzero(is_masked_L[positions])
+            if not len(masked_positions):
+                continue
+            first, last = positions[[0, -1]].tolist()
+            images = tuple(placed.move(-first) for placed in options.images if first <= placed.start <= last)
+            own = replace(options, images=images)
+            yield row, ActiveRequest(prepare_known_text(settings, tokens_L[positions], masked_positions, own))

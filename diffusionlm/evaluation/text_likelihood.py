@@ -32,6 +32,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, check_exact_likelihood, sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, ratio_with_standard_error
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.vision.images import PlacedImage
@@ -290,6 +291,7 @@ def _score_rows(
             batch.loss_mask_BL,
             config.generation,
             document_BL=batch.document_BL,
+            row_options=[RequestOptions(images=row.images, processor=text.processor) for row in text.rows],
             batch_size=config.batch_size,
             on_progress=partial(on_progress, "decoding", "tokens"),
         )

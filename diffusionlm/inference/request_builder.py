@@ -155,12 +155,13 @@ class RequestBuilder:
             ValueError: the template rejects the chat, it has images and the model reads none, or an image is wrong.
         """
         assert self.template is not None, "callers check that there is a template"
-        places = locate_images(messages)
-        messages, files = split_images(messages, folder)
+        parts, (messages, files) = messages, split_images(messages, folder)
         tokenizer, images = self.tokenizer, list[EncodedImage]()
         if files:
             _, processor = check_vision(self.settings.model, self.processor)
-            images = [processor.read_image(file, place) for file, place in zip(files, places, strict=True)]
+            images = [
+                processor.read_image(file, place) for file, place in zip(files, locate_images(parts), strict=True)
+            ]
             tokenizer = _read_placeholders(tokenizer)
         options: dict[str, Any] = {"tools": tools, **(variables or {})}
         token_ids: Sequence[int]

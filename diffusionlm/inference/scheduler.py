@@ -95,10 +95,11 @@ class Scheduler:
         return scheduled
 
     def retire(self, request: ActiveRequest) -> bool:
-        """Remove a request if it is done, or has an error; whether it was."""
+        """Remove a request if it is done, or has an error, and free the features of its images; whether it was."""
         is_over = request.error is not None or request.is_done
         if is_over:
             self.remove(request)
+            request.image_features.clear()
             self._finished.append(request)
         return is_over
 

@@ -11,13 +11,13 @@ import torch
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, conditional_likelihood, score_documents
-from diffusionlm.evaluation.sampler_likelihood import greedy_matches
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches, sampler_likelihood
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.images import expand_images
 from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.vision.images import EncodedImage
+from diffusionlm.vision.images import EncodedImage, PlacedImage
 from tests.image_requests import (
     IMAGE,
     MASK,
@@ -43,7 +43,9 @@ def build_request(model: Transformer, parts: list[int | EncodedImage], *options:
     return OptionsRequest(text.token_ids, options, context_options=text.options)
 
 
-def score_in_full_forwards(model: Transformer, request: OptionsRequest, answer: tuple[int, ...]) -> float:
+def score_in_full_forwards(
+    model: Transformer, request: OptionsRequest, answer: tuple[int, ...], *excluded: int
+) -> float:
     """Sum of the log-probabilities of tokens that are alone in their block, or of a causal model."""
     size, shift = model.config.block_length, int(model.config.logit_alignment == "shifted")
     pattern, total, text = Bidirectional() if size is None else BlockCausal(size), 0.0, [*request.context]
@@ -51,7 +53,7 @@ def score_in_full_forwards(model: Transformer, request: OptionsRequest, answer: 
         canvas = [*text, token if model.config.is_autoregressive else MASK]
         logits_V = compute_logits(model, canvas, request.context_options.images, pattern)[len(text) - shift].clone()
         if model.config.mask_token_id is not None:
-            logits_V[MASK] = -torch.inf
+            logits_V[[MASK, *excluded]] = -torch.inf
         total += float(logits_V.log_softmax(-1)[token])
         text.append(token)
     return total
@@ -123,6 +125,26 @@ def test_greedy_matches_read_the_image() -> None:
         requests.append(build_request(model, parts, answer.token_ids))
     exchanged = [replace(own, options=other.options) for own, other in zip(requests, requests[::-1], strict=True)]
     assert greedy_matches(model, [*requests, *exchanged]) == [True, True, False, False]
+
+
+def test_samplers_read_the_images_of_documents() -> None:
+    """Three documents in a row, whose answer of one token is what a forward of each alone predicts."""
+    model = make_vision_model(block_length=4)
+    requests = [build_request(model, parts, (9,)) for parts in (PARTS[2], PARTS[0], PARTS[1])]
+    expected = [score_in_full_forwards(model, request, (9,), IMAGE) for request in requests]
+    texts = [[*request.context, 9] for request in requests]
+    tokens = torch.tensor([token for text in texts for token in text])
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([len(text) for text in texts]))
+    start, images = 0, list[PlacedImage]()
+    for request, text in zip(requests, texts, strict=True):
+        images += [placed.move(start) for placed in request.context_options.images]
+        start += len(text)
+    options = RequestOptions(images=tuple(images), processor=PROCESSOR)
+    is_answer = numbers.diff(append=torch.tensor([3])) > 0
+    report = sampler_likelihood(model, tokens[None], is_answer[None], document_BL=numbers[None], row_options=[options])
+    assert report.nats == pytest.approx(-sum(expected), abs=1e-9) and report.num_tokens == 3
+    everything = sampler_likelihood(model, tokens[None], document_BL=numbers[None], row_options=[options])
+    assert everything.num_tokens == int((tokens != IMAGE).sum())
 
 
 def test_placeholders_that_are_not_those_of_the_images_are_refused() -> None:

@@ -297,6 +297,22 @@ def test_requests_share_the_features_of_equal_images(blocks: Transformer, monkey
     assert not decoder.runner._read_features._features, "they are freed with the last request"
 
 
+def test_features_are_freed_with_their_request(blocks: Transformer) -> None:
+    """Not with the last one of a list, such as the prompts of `generate`."""
+    jobs = []
+    for number, num_tokens in enumerate((1, 12)):
+        token_ids, options = place(blocks, 1, paint(2, 3, number))
+        settings = settings_of(blocks, max_new_tokens=num_tokens, stop_token_ids=())
+        jobs.append(prepare_request(settings, token_ids, options=options))
+    decoder = Decoder(blocks, *limit_decoder(24, 2))
+    requests = add_requests(decoder, *jobs)
+    while not requests[0].is_done:
+        decoder.step()
+    assert not requests[0].image_features and requests[1].image_features
+    drain(decoder, *requests)
+    assert not decoder.runner._read_features._features
+
+
 def test_an_image_that_cannot_be_read_ends_its_request(blocks: Transformer, tmp_path: Path) -> None:
     """Its file has changed since the request was prepared; the others go on."""
     settings = settings_of(blocks, stop_token_ids=())

@@ -179,6 +179,8 @@ def test_text_of_a_chat_stays_text(builder: RequestBuilder, tokenizer: Tokenizer
     assert list(joined.token_ids) == encode_chat(tokenizer, template, plain, add_generation_prompt=True)
     with pytest.raises(ValueError, match=r"contain <\|image_pad\|> 1 times"):
         builder.encode_chat([{"role": "user", "content": [*show(paint(2, 3).content), *parts, message["content"]]}])
+    with pytest.raises(ValueError, match=r"^messages\[1\]\.content\[0\]: the part .* is not supported"):
+        builder.encode_chat([message, {"role": "user", "content": [{"type": "video"}]}])
 
 
 def test_a_canvas_after_a_chat_with_an_image(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
