@@ -35,12 +35,22 @@ from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.sharded_sampling import ShardedSampling, sample_from_columns
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+)
 from diffusionlm.models.row_adapters import ModelAdapter, RowAdaptedModel, share_weights
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
+
+CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
+"""Attention of noisy blocks."""
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
@@ -61,6 +71,8 @@ class ScheduledRequest:
     """Keys and values that do not change until the block is complete."""
     is_decoded: bool = True
     """False: keys and values of a part of its text are cached, nothing else."""
+    noisy_start: int | None = None
+    """First input of the noisy block that drafts tokens (`SpeculationState`). None: there is none."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +82,10 @@ class ScheduledRequest:
 
 def schedule_step(request: ActiveRequest) -> ScheduledRequest:
     """The next step of a request."""
+    if request.speculation is not None:
+        state = request.speculation
+        start, end = min(request.cached_length, state.start - 1), state.block_end
+        return ScheduledRequest(request, start, end, end, state.num_final, noisy_start=state.block_start)
     config, length, shift = request.settings.config, len(request.tokens_L), request.settings.output_shift
     block_length, block_positions = request.settings.block_causal_length, request.blocks[0].positions
     block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
@@ -168,7 +184,7 @@ class ModelRunner:
         the logits of the same positions with the prompt masked, [N, V]; with ``sampling`` samples in place of logits,
         [3, N] (`sample_from_columns`)."""
         guided = [item for item in scheduled if item.request.has_guidance]
-        texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
+        texts = [text for item in scheduled for text in self._texts(item)] + [self._text(item, 1) for item in guided]
         with nvtx.annotate("decoding: forward"):
             outputs = self.compute_logits(texts) if sampling is None else self.compute_samples(texts, sampling)
         for item in scheduled:
@@ -207,10 +223,27 @@ class ModelRunner:
         with self._adapted.rows.adapters_context(batch, adapters, device):
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
+    def _texts(self, item: ScheduledRequest) -> Iterator[InputText]:
+        """The text of a request; committed text and the noisy block of speculation are two texts with the same pages.
+        All keys of a layer are written before attention, so the second one reads those of the first."""
+        text, middle = self._text(item, 0), item.noisy_start
+        if middle is None:
+            yield text
+            return
+        sequence, outputs = text.sequence, text.sequence.outputs
+        assert outputs is not None
+        if item.start < middle:
+            own = outputs[outputs < middle]
+            yield replace(text, sequence=replace(sequence, end=middle, num_visible=middle, outputs=own))
+        if middle < item.end:
+            pattern = CAUSAL if item.request.settings.model.noisy_attention == "token" else BIDIRECTIONAL
+            own = outputs[outputs >= middle]
+            yield replace(text, sequence=replace(sequence, start=middle, pattern=pattern, outputs=own))
+
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
         position ids, also in place of images."""
-        request, outputs = item.request, item.request.output_positions - item.request.settings.output_shift
+        request, outputs = item.request, item.request.output_rows()
         sequence = SequenceSlice(
             item.start,
             item.end,
@@ -219,7 +252,7 @@ class ModelRunner:
             pages=request.pages[number] if request.uses_cache else None,
             outputs=outputs if item.is_decoded else outputs[:0],
         )
-        tokens_L = _unconditional_canvas(request) if number else request.tokens_L
+        tokens_L = _unconditional_canvas(request) if number else request.input_tokens_L
         if request.mrope_positions_3L is None:
             return InputText(tokens_L, sequence, request.adapter)
         images = () if number else request.options.images
