@@ -40,6 +40,7 @@ from diffusionlm.models.patterns import (
     Bidirectional,
     BlockCausal,
     Causal,
+    CausalThenBlock,
     DenseBias,
     PromptAndOwnBlock,
 )
@@ -50,7 +51,7 @@ from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
 
 CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
-"""Attention of noisy blocks."""
+"""Attention of noisy blocks with a cache."""
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
@@ -72,7 +73,8 @@ class ScheduledRequest:
     is_decoded: bool = True
     """False: keys and values of a part of its text are cached, nothing else."""
     noisy_start: int | None = None
-    """First input of the noisy block that drafts tokens (`SpeculationState`). None: there is none."""
+    """First input of the noisy block after token-causal text (`DecodingSettings.has_noisy_blocks`), or of the one that
+    drafts tokens (`SpeculationState`). None: there is none."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +100,8 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         if block_length == 1 and shift:
             num_visible = last_start  # No output that is computed attends to the token itself.
         start = min(request.cached_length, first_output) if request.uses_cache else 0
-        return ScheduledRequest(request, start, num_visible, num_visible, block_start)
+        noisy_start = block_start if request.settings.has_noisy_blocks else None
+        return ScheduledRequest(request, start, num_visible, num_visible, block_start, noisy_start=noisy_start)
     num_visible = block_end if config.canvas == "growing" else length
     if not request.uses_cache or request.needs_prefill:
         return ScheduledRequest(request, 0, num_visible, num_visible, block_start)
@@ -184,7 +187,8 @@ class ModelRunner:
         the logits of the same positions with the prompt masked, [N, V]; with ``sampling`` samples in place of logits,
         [3, N] (`sample_from_columns`)."""
         guided = [item for item in scheduled if item.request.has_guidance]
-        texts = [text for item in scheduled for text in self._texts(item)] + [self._text(item, 1) for item in guided]
+        texts = [text for item in scheduled for text in self._texts(item, 0)]
+        texts += [text for item in guided for text in self._texts(item, 1)]
         with nvtx.annotate("decoding: forward"):
             outputs = self.compute_logits(texts) if sampling is None else self.compute_samples(texts, sampling)
         for item in scheduled:
@@ -223,22 +227,27 @@ class ModelRunner:
         with self._adapted.rows.adapters_context(batch, adapters, device):
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
-    def _texts(self, item: ScheduledRequest) -> Iterator[InputText]:
-        """The text of a request; committed text and the noisy block of speculation are two texts with the same pages.
-        All keys of a layer are written before attention, so the second one reads those of the first."""
-        text, middle = self._text(item, 0), item.noisy_start
+    def _texts(self, item: ScheduledRequest, number: int) -> Iterator[InputText]:
+        """The text of a request with this number (`_text`). Committed text and a noisy block are two texts with the
+        same pages: all keys of a layer are written before attention, so the second one reads those of the first."""
+        text, middle = self._text(item, number), item.noisy_start
         if middle is None:
             yield text
             return
         sequence, outputs = text.sequence, text.sequence.outputs
         assert outputs is not None
+        is_causal = item.request.settings.model.noisy_attention == "token"
+        if sequence.pages is None:
+            pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
+            yield replace(text, sequence=replace(sequence, pattern=pattern))
+            return
         if item.start < middle:
             own = outputs[outputs < middle]
             yield replace(text, sequence=replace(sequence, end=middle, num_visible=middle, outputs=own))
         if middle < item.end:
-            pattern = CAUSAL if item.request.settings.model.noisy_attention == "token" else BIDIRECTIONAL
             own = outputs[outputs >= middle]
-            yield replace(text, sequence=replace(sequence, start=middle, pattern=pattern, outputs=own))
+            noisy_pattern = CAUSAL if is_causal else BIDIRECTIONAL
+            yield replace(text, sequence=replace(sequence, start=middle, pattern=noisy_pattern, outputs=own))
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
@@ -267,7 +276,8 @@ class ModelRunner:
             assert settings.config.block_length is not None
             is_prompt_1L = torch.arange(length)[None] < int(request.masked_positions[0])
             return PromptAndOwnBlock(settings.config.block_length, is_prompt_1L)
-        if settings.block_causal_length is not None and len(request.segments.starts) > 1:
+        has_turns = len(request.segments.starts) > 1 and not settings.has_noisy_blocks
+        if settings.block_causal_length is not None and has_turns:
             segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._get_pattern(settings)
@@ -275,10 +285,12 @@ class ModelRunner:
 
 
 def build_pattern(settings: DecodingSettings) -> AttentionPattern:
-    """Attention of texts of any length: that of an attention bias is for the longest one."""
+    """Attention of texts of any length, without noisy blocks: that of an attention bias is for the longest one."""
     if settings.config.attention_bias is not None:
         return DenseBias(read_attention_bias(settings.config.attention_bias, settings.model))
-    return Bidirectional() if settings.block_causal_length is None else BlockCausal(settings.block_causal_length)
+    if settings.block_causal_length is None:
+        return Bidirectional()
+    return BlockCausal(1 if settings.has_noisy_blocks else settings.block_causal_length)
 
 
 def _unconditional_canvas(request: ActiveRequest) -> NDArray[np.int64]:

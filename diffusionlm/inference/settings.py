@@ -57,6 +57,11 @@ class DecodingSettings:
         return int(self.model.logit_alignment == "shifted")
 
     @property
+    def has_noisy_blocks(self) -> bool:
+        """Blocks are denoised after token-causal text, which each becomes when it is complete."""
+        return self.model.clean_alignment == "shifted" and self.block_causal_length not in (None, 1)
+
+    @property
     def has_speculation(self) -> bool:
         """Tokens are drafted, and then verified."""
         return self.config.speculation != "none"

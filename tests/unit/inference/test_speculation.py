@@ -11,6 +11,8 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.inference import cuda_graphs
+from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, generate, known_request, stream, to_generation
 from diffusionlm.inference.request_builder import prepare_prompt_scoring, prepare_request
@@ -20,6 +22,7 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import LIMITS, add_requests, assert_same, check_pages, drain, limit_decoder, run_all
+from tests.recorded_graph import RecordedGraph, make_pools_of
 from tests.reference.enumeration import table_config
 
 MASK = 22
@@ -150,6 +153,19 @@ def test_mixed_requests_in_parts_with_preemption_and_shared_pages(like: Like, na
         assert_same_text(answer, expected)
     assert (decoder.counts.num_preemptions > 0) == (name in ("few pages", "everything"))
     assert (decoder.counts.num_prefix_hits > 0) == (name in ("shared pages", "everything"))
+
+
+def test_graphs_of_drafts_have_the_same_texts(like: Like, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of noisy blocks alone is bidirectional, so it has a graph; one with both texts has none."""
+    model = like(**MODELS["block"])
+    ours, _ = zip(*make_mixed_jobs(model), strict=True)
+    expected = decode(model, ours)
+    monkeypatch.setattr(decoder_module, "select_graph_pool", lambda model: make_pools_of(RecordedGraph))
+    monkeypatch.setattr(cuda_graphs, "MIN_USES", 0)
+    decoder = Decoder(model, *LIMITS["plenty"])
+    for answer, other in zip(run_all(decoder, [*ours], [0, 0, 0, 1, 2, 20, 21, 40]), expected, strict=True):
+        assert_same(answer, other)
+    assert decoder._graphed_forward is not None and decoder._graphed_forward._graphs
 
 
 @pytest.mark.parametrize("model_name", ["block", "token, shifted"])
