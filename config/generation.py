@@ -26,6 +26,9 @@ from diffusionlm.inference.strategy import STEP_KEYS, ConfidenceFrom, OffByDefau
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a prompt if neither max_new_tokens nor total_length is set."""
 
+DEFAULT_DRAFT_LENGTH = 4
+"""Drafted tokens if draft_length is not set."""
+
 StepCount = Annotated[int, Field(gt=0, le=100_000)]
 """Steps of decoding; some strategies take a forward for each. Published experiments use a few thousand at most."""
 
@@ -135,6 +138,13 @@ class GenerationConfig(StrategyOptions):
     """Token whose probability is the confidence of a masked position, for strategies that use it. sampled: the proposed
     one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
     reinforcement learning needs. The same at temperature 0."""
+    speculation: Literal["none", "two_forwards", "one_forward"] = "none"
+    """Lossless speculative decoding: the text of next-token decoding (block_length = 1) with the same seed, in fewer
+    forwards. The model drafts tokens by masks and verifies them as committed text; those up to the first wrong one are
+    committed, and one more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once
+    (I-DLM, arXiv 2604.11035)."""
+    draft_length: PositiveInt | None = None
+    """Tokens that are drafted at a time; it does not change the text. None: 4."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""
@@ -162,6 +172,7 @@ class GenerationConfig(StrategyOptions):
                 f"steps = {self.steps} (of the whole answer) and denoising_steps = {self.denoising_steps} (per block) "
                 "both set the number of forwards: remove one"
             )
+        self._check_speculation()
         check_attention_fits(self.attention, self.cache, self.canvas)
         if self.attention_bias is not None and self.attention not in (None, "bidirectional"):
             raise ValueError(
@@ -172,6 +183,22 @@ class GenerationConfig(StrategyOptions):
         if self.remasking_strategy is not None:
             self.build_strategy(self.remasking_strategy)
         return self
+
+    def _check_speculation(self) -> None:
+        if self.speculation == "none":
+            if self.draft_length is not None:
+                raise ValueError(
+                    f"draft_length = {self.draft_length} has no effect without speculation: remove it, or set "
+                    'speculation = "two_forwards" or "one_forward"'
+                )
+            return
+        for key, value in SPECULATION_KEYS.items():
+            own = getattr(self, key)
+            if own != type(self).model_fields[key].get_default() and own != value:
+                raise ValueError(
+                    f'{key} = {format_value(own)} cannot be used with speculation = "{self.speculation}", which is '
+                    "next-token decoding with a cache: remove one of them"
+                )
 
     def build_strategy(self, default: str) -> Strategy:
         """The strategy with the options that are set.
@@ -206,6 +233,18 @@ STRATEGY_KEYS = tuple(
     if any(key in strategy.option_keys() for strategy in STRATEGIES.values())
 )
 """Keys that have no effect with some strategy."""
+
+SPECULATION_KEYS: Mapping[str, object] = {
+    "remasking_strategy": "sequential",
+    "attention": "block_causal",
+    "cache": "block",
+    "block_length": 1,
+    "denoising_steps": None,
+    "steps": None,
+    "attention_bias": None,
+    "cfg_scale": 0.0,
+}
+"""Keys that have one value with speculation: that of next-token decoding."""
 
 DISTRIBUTION_KEYS = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Keys beside the temperature that change the distributions from which tokens are sampled."""

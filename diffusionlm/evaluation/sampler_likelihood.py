@@ -120,6 +120,11 @@ def check_plain_distributions(settings: DecodingSettings, *, temperatures: Seque
         ValueError: it does not; names the key.
     """
     config, defaults = settings.config, GenerationConfig()
+    if settings.has_speculation:
+        raise ValueError(
+            f'speculation = "{config.speculation}" has forwards that depend on drafts, and the likelihood is that of '
+            "the text alone: remove it, and decode with block_length = 1"
+        )
     others = ("suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas", "attention_bias")
     keys = (*DISTRIBUTION_KEYS, *others)
     is_changed = {key: getattr(config, key) != getattr(defaults, key) for key in keys} | {

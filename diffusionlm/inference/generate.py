@@ -392,5 +392,13 @@ def replay(
 
 
 def known_request(request: PreparedRequest, trajectory: Trajectory) -> PreparedRequest:
-    """The request that commits the tokens of a trajectory."""
+    """The request that commits the tokens of a trajectory.
+
+    Raises:
+        ValueError: of a request with speculation, whose forwards depend on its drafts.
+    """
+    if request.settings.has_speculation:
+        raise ValueError(
+            f'a trajectory of speculation = "{request.settings.config.speculation}" cannot be replayed: remove it'
+        )
     return replace(request, known_tokens_L=trajectory.tokens_L)

@@ -35,12 +35,23 @@ from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.sharded_sampling import ShardedSampling, sample_from_columns
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    Causal,
+    CausalThenBlock,
+    DenseBias,
+    PromptAndOwnBlock,
+)
 from diffusionlm.models.row_adapters import ModelAdapter, RowAdaptedModel, share_weights
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
+
+CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
+"""Attention of noisy blocks with a cache."""
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
@@ -61,6 +72,9 @@ class ScheduledRequest:
     """Keys and values that do not change until the block is complete."""
     is_decoded: bool = True
     """False: keys and values of a part of its text are cached, nothing else."""
+    noisy_start: int | None = None
+    """First input of the noisy block after token-causal text (`DecodingSettings.has_noisy_blocks`), or of the one that
+    drafts tokens (`SpeculationState`). None: there is none."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +84,10 @@ class ScheduledRequest:
 
 def schedule_step(request: ActiveRequest) -> ScheduledRequest:
     """The next step of a request."""
+    if request.speculation is not None:
+        state = request.speculation
+        start, end = min(request.cached_length, state.start - 1), state.block_end
+        return ScheduledRequest(request, start, end, end, state.num_final, noisy_start=state.block_start)
     config, length, shift = request.settings.config, len(request.tokens_L), request.settings.output_shift
     block_length, block_positions = request.settings.block_causal_length, request.blocks[0].positions
     block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
@@ -82,7 +100,8 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         if block_length == 1 and shift:
             num_visible = last_start  # No output that is computed attends to the token itself.
         start = min(request.cached_length, first_output) if request.uses_cache else 0
-        return ScheduledRequest(request, start, num_visible, num_visible, block_start)
+        noisy_start = block_start if request.settings.has_noisy_blocks else None
+        return ScheduledRequest(request, start, num_visible, num_visible, block_start, noisy_start=noisy_start)
     num_visible = block_end if config.canvas == "growing" else length
     if not request.uses_cache or request.needs_prefill:
         return ScheduledRequest(request, 0, num_visible, num_visible, block_start)
@@ -168,7 +187,8 @@ class ModelRunner:
         the logits of the same positions with the prompt masked, [N, V]; with ``sampling`` samples in place of logits,
         [3, N] (`sample_from_columns`)."""
         guided = [item for item in scheduled if item.request.has_guidance]
-        texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
+        texts = [text for item in scheduled for text in self._texts(item, 0)]
+        texts += [text for item in guided for text in self._texts(item, 1)]
         with nvtx.annotate("decoding: forward"):
             outputs = self.compute_logits(texts) if sampling is None else self.compute_samples(texts, sampling)
         for item in scheduled:
@@ -207,10 +227,32 @@ class ModelRunner:
         with self._adapted.rows.adapters_context(batch, adapters, device):
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
+    def _texts(self, item: ScheduledRequest, number: int) -> Iterator[InputText]:
+        """The text of a request with this number (`_text`). Committed text and a noisy block are two texts with the
+        same pages: all keys of a layer are written before attention, so the second one reads those of the first."""
+        text, middle = self._text(item, number), item.noisy_start
+        if middle is None:
+            yield text
+            return
+        sequence, outputs = text.sequence, text.sequence.outputs
+        assert outputs is not None
+        is_causal = item.request.settings.model.noisy_attention == "token"
+        if sequence.pages is None:
+            pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
+            yield replace(text, sequence=replace(sequence, pattern=pattern))
+            return
+        if item.start < middle:
+            own = outputs[outputs < middle]
+            yield replace(text, sequence=replace(sequence, end=middle, num_visible=middle, outputs=own))
+        if middle < item.end:
+            own = outputs[outputs >= middle]
+            noisy_pattern = CAUSAL if is_causal else BIDIRECTIONAL
+            yield replace(text, sequence=replace(sequence, start=middle, pattern=noisy_pattern, outputs=own))
+
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
         position ids, also in place of images."""
-        request, outputs = item.request, item.request.output_positions - item.request.settings.output_shift
+        request, outputs = item.request, item.request.output_rows()
         sequence = SequenceSlice(
             item.start,
             item.end,
@@ -219,7 +261,7 @@ class ModelRunner:
             pages=request.pages[number] if request.uses_cache else None,
             outputs=outputs if item.is_decoded else outputs[:0],
         )
-        tokens_L = _unconditional_canvas(request) if number else request.tokens_L
+        tokens_L = _unconditional_canvas(request) if number else request.input_tokens_L
         if request.mrope_positions_3L is None:
             return InputText(tokens_L, sequence, request.adapter)
         images = () if number else request.options.images
@@ -234,7 +276,8 @@ class ModelRunner:
             assert settings.config.block_length is not None
             is_prompt_1L = torch.arange(length)[None] < int(request.masked_positions[0])
             return PromptAndOwnBlock(settings.config.block_length, is_prompt_1L)
-        if settings.block_causal_length is not None and len(request.segments.starts) > 1:
+        has_turns = len(request.segments.starts) > 1 and not settings.has_noisy_blocks
+        if settings.block_causal_length is not None and has_turns:
             segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._get_pattern(settings)
@@ -242,10 +285,12 @@ class ModelRunner:
 
 
 def build_pattern(settings: DecodingSettings) -> AttentionPattern:
-    """Attention of texts of any length: that of an attention bias is for the longest one."""
+    """Attention of texts of any length, without noisy blocks: that of an attention bias is for the longest one."""
     if settings.config.attention_bias is not None:
         return DenseBias(read_attention_bias(settings.config.attention_bias, settings.model))
-    return Bidirectional() if settings.block_causal_length is None else BlockCausal(settings.block_causal_length)
+    if settings.block_causal_length is None:
+        return Bidirectional()
+    return BlockCausal(1 if settings.has_noisy_blocks else settings.block_causal_length)
 
 
 def _unconditional_canvas(request: ActiveRequest) -> NDArray[np.int64]:

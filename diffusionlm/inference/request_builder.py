@@ -210,7 +210,8 @@ def prepare_request(
     Raises:
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
             a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, a canvas
-            is to be filled and the model has no mask token, an option is wrong, or no text fits the constraints.
+            is to be filled and the model has no mask token, an option is wrong, no text fits the constraints, or a
+            canvas or a constraint is used with speculation.
     """
     _check_options(options, settings.model)
     with prefix_errors(label or ("canvas 0" if options.is_infill else "prompt 0")):
@@ -220,6 +221,11 @@ def prepare_request(
 def _prepare(
     settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
 ) -> PreparedRequest:
+    if settings.has_speculation and (options.is_infill or any(options.constraints)):
+        raise ValueError(
+            f'speculation = "{settings.config.speculation}" continues prompts, and has no '
+            f"{'infilling' if options.is_infill else 'constraints'}: remove it for this request"
+        )
     if options.is_read:
         settings = resolve_read_settings(settings)
     _check_segments(settings, options.segments, len(token_ids))
@@ -279,13 +285,14 @@ def prepare_prompt_scoring(
     _check_length(len(token_ids), settings, "shorten the text")
     check_token_ids(token_ids, model)
     config = GenerationConfig(remasking_strategy="sequential", **{key: getattr(settings.config, key) for key in keys})
-    is_shifted = model.logit_alignment == "shifted"
+    scoring = resolve_settings(config, model)
+    is_shifted = scoring.output_shift == 1
     is_scored_L = np.ones(len(token_ids), dtype=np.bool_)
     is_scored_L[:is_shifted] = False
     for placed in options.images:
         is_scored_L[placed.start : placed.end] = False
     positions = np.flatnonzero(is_scored_L)
-    request = prepare_known_text(resolve_settings(config, model), token_ids, positions, options)
+    request = prepare_known_text(scoring, token_ids, positions, options)
     if not (is_shifted and request.settings.block_causal_length == 1):
         return request
     groups = np.split(positions, range(SCORED_TOKENS, len(positions), SCORED_TOKENS))
@@ -339,7 +346,7 @@ def _check_request(request: PreparedRequest) -> None:
     if request.seed < 0:
         raise ValueError(f"seed = {request.seed} is negative: use 0 or more")
     check_token_ids(request.canvas_L.tolist(), model)
-    if model.logit_alignment == "shifted" and 0 in masked_positions:
+    if request.settings.output_shift and 0 in masked_positions:
         raise ValueError(
             "this model cannot predict the first token of a text, because its output i - 1 predicts token i: begin "
             "with a token, such as end of text"

@@ -19,6 +19,7 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, SpanCursor
 from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.speculation.state import SpeculationState
 from diffusionlm.inference.strategy import DecodeState
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.vision.images import PlacedImage, compute_mrope_positions
@@ -274,6 +275,7 @@ class ActiveRequest:
         self._is_selected_M: NDArray[np.bool_] | None = None
         self._strategy = settings.strategy
         self._stop_token_ids: Collection[int] = () if self.options.is_infill else settings.stop_token_ids
+        self.speculation = SpeculationState(settings) if settings.has_speculation else None
         self._place_draft()
 
     def _place_draft(self) -> None:
@@ -315,7 +317,9 @@ class ActiveRequest:
 
     @property
     def num_short_inputs(self) -> int:
-        """Inputs of a step that reads the current block and the one before."""
+        """Inputs of a step that reads the current block and the one before; with speculation, of any but the first."""
+        if self.settings.config.draft_length is not None:
+            return 2 * (self.settings.config.draft_length + 1)
         block_length = self.settings.config.block_length or len(self.tokens_L)
         return 2 * max(block_length, len(self.blocks[0].positions)) * self.num_texts
 
@@ -325,9 +329,26 @@ class ActiveRequest:
         adapter = None if self.adapter is None else self.adapter.number
         return repr((self.settings.block_causal_length, adapter, self.options.cache_salt)).encode()
 
+    @property
+    def input_tokens_L(self) -> NDArray[np.int64]:
+        """What forwards read: the text, with drafts of speculation in place of masks."""
+        return self.tokens_L if self.speculation is None else self.speculation.place(self.tokens_L)
+
+    def output_rows(self) -> NDArray[np.int64]:
+        """Inputs whose outputs predict `output_positions`, [N]."""
+        if self.speculation is not None:
+            return self.speculation.output_rows()
+        return self.output_positions - self.settings.output_shift
+
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
-        return keyed_rng(self.prepared.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
+        """A number in [0, 1) for each position, as a function of (seed, position, step) alone. With speculation the
+        step is that of next-token decoding, not that of a forward."""
+        seed, length = self.prepared.seed, len(self.tokens_L)
+        if self.speculation is None:
+            return keyed_rng(seed, stream, self.num_steps).random(length)[positions]
+        steps = (positions - self.masked_positions[0]).tolist()
+        draws = [keyed_rng(seed, stream, step).random(length) for step in steps]
+        return np.array([draw_L[position] for draw_L, position in zip(draws, positions, strict=True)])
 
     def final_positions(self) -> NDArray[np.int64]:
         """Positions of the new tokens from the left that will not change anymore, without a stop token."""
@@ -368,6 +389,9 @@ class ActiveRequest:
             if self.is_done:
                 return True
             block_positions = self.blocks[0].positions
+            if self.speculation is not None:
+                self.output_positions = self.speculation.plan_forward(int(block_positions[0]), len(self.tokens_L))
+                return True
             masked_positions = block_positions[self.is_masked_L[block_positions]]
             candidates = block_positions if self._strategy.can_remask else masked_positions
             self._candidate_positions = self.output_positions = candidates
@@ -383,11 +407,16 @@ class ActiveRequest:
         return self.is_done
 
     def commit(self, predictions: Predictions) -> None:
-        """Commit the positions that the strategy selects; mask the others again if it remasks."""
+        """Commit the positions that the strategy selects; mask the others again if it remasks. With speculation, commit
+        the drafts that are right and the next token."""
         self.num_forwards += 1
         self.is_prepared, length = False, len(self.tokens_L)
         self.choice_logprobs = predictions.choice_logprobs
-        if self._strategy.measure is None:
+        if self.speculation is not None:
+            count = self.speculation.accept(predictions.tokens_N, self._stop_token_ids)
+            self.cached_length += max(0, count - 1)  # the last token has no keys yet
+            is_selected_M = is_committed_N = np.arange(len(predictions.tokens_N)) < count
+        elif self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
             is_selected_M = self._is_selected_M
             is_committed_N = _is_among(self._candidate_positions[is_selected_M], length)[self.output_positions]

@@ -278,7 +278,9 @@ class LogitChanges:
             end = start + len(request.output_positions)
             if bias := request.options.logit_bias:
                 self._changes.append((start, end, np.array([*bias]), np.array([*bias.values()], dtype=np.float64)))
-            self._changes += [(start, end, *change) for change in _compute_penalties(request)]
+            for first, last, answer_ids in _find_answer_ids(request):
+                changes = _compute_penalties(request, answer_ids)
+                self._changes += [(start + first, start + last, *change) for change in changes]
             if num_early := int(np.searchsorted(request.output_positions, request.prepared.first_stop_position)):
                 stops = np.array([*request.settings.stop_token_ids], dtype=np.int64)
                 self._changes.append((start, start + num_early, stops, np.full(len(stops), -np.inf)))
@@ -308,14 +310,26 @@ class LogitChanges:
         return logits_NV
 
 
-def _compute_penalties(request: ActiveRequest) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64] | float]]:
+def _find_answer_ids(request: ActiveRequest) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Tokens of the answer that penalties count, and the first row and the one after the last that they count for: the
+    committed ones for all; with speculation for each row also the drafts before it, after which it is verified."""
+    answer_ids = request.tokens_L[request.answer_positions[~request.is_masked_L[request.answer_positions]]]
+    if request.speculation is None:
+        yield 0, len(request.output_positions), answer_ids
+        return
+    for row in range(len(request.output_positions)):
+        yield row, row + 1, np.append(answer_ids, request.speculation.tokens[:row])
+
+
+def _compute_penalties(
+    request: ActiveRequest, answer_ids: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64] | float]]:
     """Tokens and their repetition penalty, then tokens and what the other penalties add to their logits (the order of
-    vLLM). Tokens of the answer count where they are committed; of a canvas all that is given is the prompt."""
+    vLLM). Of a canvas all that is given is the prompt."""
     config = request.settings.config
     is_additive = config.presence_penalty != 0.0 or config.frequency_penalty != 0.0
     if config.repetition_penalty == 1.0 and not is_additive:
         return
-    answer_ids = request.tokens_L[request.answer_positions[~request.is_masked_L[request.answer_positions]]]
     if config.repetition_penalty != 1.0:
         given_ids = np.delete(request.tokens_L, request.masked_positions)
         yield np.union1d(given_ids, answer_ids), config.repetition_penalty

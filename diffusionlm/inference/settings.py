@@ -6,7 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from config.generation import DEFAULT_NEW_TOKENS, GenerationConfig, check_attention_fits
+from config.generation import (
+    DEFAULT_DRAFT_LENGTH,
+    DEFAULT_NEW_TOKENS,
+    SPECULATION_KEYS,
+    GenerationConfig,
+    check_attention_fits,
+)
 from config.model import ModelConfig
 from diffusionlm.families.registry import get_family
 from diffusionlm.inference.strategy import Strategy
@@ -41,8 +47,24 @@ class DecodingSettings:
     @property
     def output_shift(self) -> int:
         """1 if output i - 1 predicts token i. The token before a block is final, so that output is the clean stream's
-        of training."""
+        of training. In blocks of one token all outputs are those of committed text."""
+        is_next_token = self.block_causal_length == 1 and self.model.clean_alignment == "shifted"
+        return int(self.noisy_output_shift or is_next_token)
+
+    @property
+    def noisy_output_shift(self) -> int:
+        """The same for the outputs of noisy blocks, which draft tokens."""
         return int(self.model.logit_alignment == "shifted")
+
+    @property
+    def has_noisy_blocks(self) -> bool:
+        """Blocks are denoised after token-causal text, which each becomes when it is complete."""
+        return self.model.clean_alignment == "shifted" and self.block_causal_length not in (None, 1)
+
+    @property
+    def has_speculation(self) -> bool:
+        """Tokens are drafted, and then verified."""
+        return self.config.speculation != "none"
 
     @property
     def placeholder_token_id(self) -> int:
@@ -77,8 +99,14 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
     Raises:
         ValueError: a key has no effect with the default strategy of the model's family, a cache or canvas is impossible
             with the attention, a block is longer than the model's context, a token id is outside the vocabulary, every
-            token is suppressed, or guidance is used without a mask token.
+            token is suppressed, guidance is used without a mask token, or speculation with a model that does not
+            predict next tokens or has no drafter.
     """
+    if config.speculation != "none":
+        _check_drafter(config, model)
+        config = config.model_copy(
+            update={**SPECULATION_KEYS, "draft_length": config.draft_length or DEFAULT_DRAFT_LENGTH}
+        )
     default_strategy = config.remasking_strategy or get_family(model).default_strategy
     try:
         strategy = config.build_strategy(default_strategy)
@@ -163,6 +191,19 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
         )
     for key in ("stop_token_ids", "suppress_token_ids", "defer_token_ids"):
         check_token_ids(getattr(config, key) or (), model, key)
+
+
+def _check_drafter(config: GenerationConfig, model: ModelConfig) -> None:
+    if not (model.is_autoregressive or model.clean_alignment == "shifted"):
+        raise ValueError(
+            f'speculation = "{config.speculation}" needs a model that predicts next tokens of committed text '
+            "(clean_alignment in its config.json, or an autoregressive model), and this one does not: remove it"
+        )
+    if model.mask_token_id is None:
+        raise ValueError(
+            f'speculation = "{config.speculation}" needs a drafter, and the model has none, because its config.json '
+            "names no mask_token_id: remove it, and the model decodes token by token"
+        )
 
 
 def check_token_ids(token_ids: Collection[int], model: ModelConfig, label: str | None = None) -> None:
