@@ -174,7 +174,7 @@ def expand_images(
 def _read_image(image: ImageSource, processor: ImageProcessor, label: str) -> EncodedImage:
     if isinstance(image, EncodedImage):
         return image
-    return processor.read_image(Path(image) if isinstance(image, str) else image, label)
+    return processor.read_image(Path(image) if isinstance(image, str) else image, label, resize=True)
 
 
 def check_images(model: ModelConfig, token_ids: Sequence[int] | NDArray[np.int64], options: RequestOptions) -> None:
