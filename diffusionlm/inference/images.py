@@ -147,6 +147,8 @@ def expand_images(
     """
     text = text if isinstance(text, HealedText) else HealedText(tuple(text))
     image_token_id, processor = check_vision(model, processor)
+    if isinstance(images, str | bytes):
+        raise ValueError("the images of a text are a list, and this is a single one: put it into a list")
     encoded = [_read_image(image, processor, f"image {number}") for number, image in enumerate(images)]
     token_ids, placed = expand_placeholders(text.token_ids, encoded, image_token_id)
     unhealed_ids, _ = expand_placeholders(
@@ -172,7 +174,7 @@ def expand_images(
 def _read_image(image: ImageSource, processor: ImageProcessor, label: str) -> EncodedImage:
     if isinstance(image, EncodedImage):
         return image
-    return processor.read_image(Path(image) if isinstance(image, str) else image, label)
+    return processor.read_image(Path(image) if isinstance(image, str) else image, label, resize=True)
 
 
 def check_images(model: ModelConfig, token_ids: Sequence[int] | NDArray[np.int64], options: RequestOptions) -> None:

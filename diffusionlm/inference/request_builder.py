@@ -160,7 +160,8 @@ class RequestBuilder:
         if files:
             _, processor = check_vision(self.settings.model, self.processor)
             images = [
-                processor.read_image(file, place) for file, place in zip(files, locate_images(parts), strict=True)
+                processor.read_image(file, place, resize=True)
+                for file, place in zip(files, locate_images(parts), strict=True)
             ]
             tokenizer = _read_placeholders(tokenizer)
         options: dict[str, Any] = {"tools": tools, **(variables or {})}

@@ -59,10 +59,13 @@ def convert_image(image: PillowImage) -> PillowImage:
     Of 16 bits the upper 8 remain. A JPEG with several pictures (MPO of phones) gives its first.
 
     Raises:
-        ValueError: the image cannot be decoded, is animated, has too many pixels, or values without a defined range.
+        ValueError: it is no Pillow image, cannot be decoded, is animated, has too many pixels, or values without a
+            defined range.
     """
     from PIL import Image
 
+    if not isinstance(image, Image.Image):
+        raise ValueError(f"the image is of type {type(image).__name__}: pass a file, its path or a Pillow image")
     with _translate_errors():
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:

@@ -116,11 +116,12 @@ class ImageProcessor:
         )
         return cls(config)
 
-    def read_image(self, content: RawImage, location: str = "") -> EncodedImage:
+    def read_image(self, content: RawImage, location: str = "", *, resize: bool = False) -> EncodedImage:
         """Check an image by decoding it the first time. A decoded image is kept as a PNG file, a path as a path.
 
         Args:
             location: place of the record or request; begins errors, here and in `compute_patches`.
+            resize: keep the resized image, as a PNG file, so that its patches are computed fast, whatever its file.
 
         Raises:
             ValueError: the file cannot be read or decoded (`decode_image`), or one side is too long for the other.
@@ -128,6 +129,8 @@ class ImageProcessor:
         if isinstance(content, Path):
             location = f"{location}: {content}" if location else str(content)
         with prefix_errors(location):
+            if resize:
+                return self._read_resized(content, location)
             if isinstance(content, bytes | Path):
                 file = _read_file(content)
             else:
@@ -150,16 +153,13 @@ class ImageProcessor:
         Raises:
             ValueError: the file cannot be read any more, or is another than `read_image` has read.
         """
-        from PIL.Image import Resampling
-
         with prefix_errors(image.location):
             file = _read_file(image.content)
             if self._compute_digest(file) != image.digest:
                 raise ValueError("the image has changed since it was checked: leave files as they are during a run")
             rgb = decode_image(file)
         config, (rows, columns) = self.config, image.grid
-        size = (columns * config.pixels_per_token, rows * config.pixels_per_token)
-        pixels = np.asarray(rgb.resize(size, Resampling.BICUBIC))
+        pixels = np.asarray(self._resize_to(rgb, image.grid))
         side, merge = config.patch_size, config.merge_size
         pixels = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         mean, std = (np.array(values, np.float32)[:, None, None] for values in (config.image_mean, config.image_std))
@@ -190,6 +190,20 @@ class ImageProcessor:
             scale = math.sqrt(self.config.min_pixels / (height * width))
             return math.ceil(height * scale / unit), math.ceil(width * scale / unit)
         return rows, columns
+
+    def _read_resized(self, content: RawImage, location: str) -> EncodedImage:
+        rgb = decode_image(_read_file(content)) if isinstance(content, bytes | Path) else convert_image(content)
+        grid = self.compute_grid(rgb.height, rgb.width)
+        file = encode_image(self._resize_to(rgb, grid))  # of this size, so that it is not resized again
+        return EncodedImage(file, grid, self._compute_digest(file), location)
+
+    def _resize_to(self, rgb: PillowImage, grid: Grid) -> PillowImage:
+        from PIL.Image import Resampling
+
+        rows, columns = grid
+        return rgb.resize(
+            (columns * self.config.pixels_per_token, rows * self.config.pixels_per_token), Resampling.BICUBIC
+        )
 
     def _compute_digest(self, file: bytes) -> bytes:
         options = self.config.model_dump_json().encode()

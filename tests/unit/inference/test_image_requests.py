@@ -231,6 +231,8 @@ def test_refusals(blocks: Transformer, make_config: MakeConfig) -> None:
     refuse("prompt 0: .* 1 image placeholders .* for 2 images", [[*images, *images]])
     refuse("prompt 0: .* has 1 image placeholders .* its 0 images", [[]])
     refuse("prompt 0: image 0: .* no JPEG, PNG or WebP", [[b"nothing"]])
+    refuse("prompt 0: image 0: the image is of type ndarray: pass a file", [[np.zeros((8, 8, 3), np.uint8)]])
+    refuse("prompt 0: the images of a text are a list", ["image.png"])
     refuse("pass diffusionlm.load_processor", processor=None)
     other = ImageProcessor.for_model(VISION.model_copy(update={"patch_size": 8}), 256, 4096)
     refuse("positions of 16 x 16 pixels, and the model of 8 x 8", processor=other)

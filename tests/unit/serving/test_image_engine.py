@@ -53,7 +53,7 @@ def test_an_image_that_is_gone_ends_its_request_alone(tmp_path: Path) -> None:
     file = tmp_path / "image.png"
     file.write_bytes(paint(2, 3).content)  # type: ignore[arg-type]
     text = expand_images(*write_prompt(*PROMPTS[0]), PROCESSOR, model.config)
-    gone = expand_images(write_prompt(1, paint(2, 3))[0], [file], PROCESSOR, model.config)
+    gone = expand_images(write_prompt(1, paint(2, 3))[0], [PROCESSOR.read_image(file)], PROCESSOR, model.config)
     file.unlink()
     with Engine(model, cache_memory=1 << 18) as engine:
         requests = [engine.submit(own.token_ids, CONFIG, 0, own.options) for own in (gone, text)]

@@ -275,3 +275,15 @@ def test_modules_load_neither_torch_nor_pillow() -> None:
         "assert not {'torch', 'PIL', 'PIL.Image'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("height", "width"), [(96, 96), (40, 50), (300, 32), (500, 700)])
+def test_a_resized_image_has_the_same_patches(height: int, width: int) -> None:
+    """Also where the limits would resize it again: 40 x 50 pixels become 96 x 128, more than the largest size."""
+    processor = ImageProcessor.for_model(VISION, min_pixels=9_216, max_pixels=9_216)
+    content = encode(draw_image(height, width))
+    image, resized = processor.read_image(content), processor.read_image(content, resize=True)
+    assert resized.grid == image.grid
+    assert np.array_equal(processor.compute_patches(resized), processor.compute_patches(image))
+    with Image.open(io.BytesIO(resized.content)) as stored:  # type: ignore[arg-type]
+        assert (stored.height, stored.width) == (32 * image.grid[0], 32 * image.grid[1])

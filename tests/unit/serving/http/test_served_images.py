@@ -139,9 +139,9 @@ def test_images_are_read_beside_the_event_loop(image_server: RunningServer, monk
     threads: list[str] = []
     read_image = ImageProcessor.read_image
 
-    def note_thread(*args: Any) -> Any:
+    def note_thread(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return read_image(*args)
+        return read_image(*args, **options)
 
     monkeypatch.setattr(ImageProcessor, "read_image", note_thread)
     ask(image_server)
