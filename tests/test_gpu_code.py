@@ -29,7 +29,9 @@ ALLOWED = {
     "ddp/mesh_parallel.py:iterate_whole_parameters": "a part of a parameter that is written",
     "ddp/replicas.py:check_equal": "hashes of all parameters: once in a checkpoint",
     # tensors on the CPU
+    "diffusionlm/diffusion/layout.py:add_clean_outputs": "batches are noised on the CPU",
     "diffusionlm/diffusion/layout.py:build_noised_batch": "batches are noised on the CPU",
+    "diffusionlm/evaluation/draft_acceptance.py:measure": "sums of acceptance: once in a batch of a validation",
     "diffusionlm/inference/strategy.py:dream_tokens_per_step": "a schedule of a request",
     "diffusionlm/models/tiled.py:build_tiles": "tiles are for the CPU",
     # results
