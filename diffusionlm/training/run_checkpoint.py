@@ -35,6 +35,7 @@ from diffusionlm.training.metrics import TrainingProgress
 from diffusionlm.training.run import Run
 from diffusionlm.training.setup import only_on_first_rank
 from diffusionlm.training.step import TrainState
+from diffusionlm.vision.processor import load_processor
 from files.paths import portable_path
 from files.terminal_text import print_message
 from logger import RunLogger
@@ -169,6 +170,13 @@ def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
                 f"{name}: the content of this chat template has changed since {checkpoint.path} was made: going on "
                 'would mix them. Restore it, name another run.directory, or set checkpoint.config_change = "accept"'
             )
+    processor = run.model_files.processor
+    if processor is not None and load_processor(checkpoint.path) != processor:
+        raise ValueError(
+            f"{checkpoint.path} was made with another image processor than that of model.init_from = "
+            f"{run.config.model.init_from}: going on would mix sizes of images. Restore its preprocessor_config.json, "
+            'name another run.directory, or set checkpoint.config_change = "accept"'
+        )
 
 
 def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:

@@ -20,7 +20,7 @@ from diffusionlm.models.vision.inputs import ImageInputs
 from diffusionlm.training import loop
 from diffusionlm.vision import processor
 from diffusionlm.vision.image_files import decode_image
-from diffusionlm.vision.processor import ImageProcessor
+from diffusionlm.vision.processor import ImageProcessor, load_processor, save_processor
 from tests.image_run import IMAGE, NUM_IMAGES, configure_images, write_conversations
 from tests.tiny_run import change_config, failing_at, make_first_step, read_losses
 
@@ -127,6 +127,15 @@ def test_frozen_weights_of_another_model_are_refused(folder: Path) -> None:
     save_file(weights | {name: weights[name] + 1.0}, folder / "base" / "model.safetensors")
     (folder / "base" / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match=r"merger.norm.bias, which is not trained, differs between model.init_from"):
+        loop.train(config)
+
+
+def test_another_image_processor_is_refused(folder: Path) -> None:
+    config = configure_images(folder, "run", training={"max_steps": 2})
+    loop.train(config)
+    options = load_processor(folder / "base").config
+    save_processor(ImageProcessor(options.model_copy(update={"image_mean": (0.4, 0.5, 0.5)})), folder / "base")
+    with pytest.raises(ValueError, match=r"another image processor than that of model\.init_from"):
         loop.train(config)
 
 
