@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import sys
@@ -96,6 +97,7 @@ def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: flo
     """The life of a child, which must not come back into the tests."""
     code = 1
     faulthandler.disable()  # a child that aborts is expected to
+    gc.freeze()  # else it would collect process groups of earlier tests, and wait for their threads, which it has not
     torch.set_num_threads(1)
     try:
         if sys.platform == "linux":
