@@ -57,7 +57,7 @@ class PatchProjection(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of patches."""
+    """Embeds the pixels of patches; Hugging Face stores the projection under the name ``proj``."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class VisionFeedForward(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block of the tower: attention inside each image, then a feed-forward."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
