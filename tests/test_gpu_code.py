@@ -48,7 +48,7 @@ ALLOWED = {
     "diffusionlm/inference/constraints/sampler.py:_log_softmax": "constraints and choices are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
     "diffusionlm/inference/images.py:restrict": "features for other processes: in the forwards that read an image",
-    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a step",
+    "diffusionlm/inference/sampling/token_sampler.py:_to_arrays": "predictions: once in a step",
     "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
 }
 """``file:function`` -> what is read."""

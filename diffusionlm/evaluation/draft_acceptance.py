@@ -20,7 +20,7 @@ from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
-from diffusionlm.inference.sampling import iterate_chunks
+from diffusionlm.inference.sampling.distributions import iterate_chunks
 from diffusionlm.models.patterns import BlockDiffusion
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx

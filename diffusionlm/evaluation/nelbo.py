@@ -22,7 +22,7 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
 from diffusionlm.evaluation.likelihood.masks import count_masks, enumerate_masks
 from diffusionlm.evaluation.statistics import LikelihoodReport, check_positive
-from diffusionlm.inference.sampling import check_finite
+from diffusionlm.inference.sampling.distributions import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx

@@ -25,7 +25,8 @@ from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_pool, take_graphs
 from diffusionlm.inference.model_runner import FixedShapeRunner, ModelRunner, ScheduledRequest, prepare_for_tiles
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.sampling import BatchSampler, LogitRows, read_samples
+from diffusionlm.inference.sampling.sharded_sampling import plan_sharded_sampling
+from diffusionlm.inference.sampling.token_sampler import BatchSampler, LogitRows, read_samples
 from diffusionlm.inference.scheduler import (
     PAGE_SIZE,
     TOKEN_BOUNDS,
@@ -34,7 +35,6 @@ from diffusionlm.inference.scheduler import (
     end_with_error,
     free_frames,
 )
-from diffusionlm.inference.sharded_sampling import plan_sharded_sampling
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import Bidirectional

@@ -31,8 +31,8 @@ from diffusionlm.diffusion.layout import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward, InputText
 from diffusionlm.inference.images import FeatureReader, TextImages, join_images
 from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.sampling.sharded_sampling import ShardedSampling, sample_from_columns
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
-from diffusionlm.inference.sharded_sampling import ShardedSampling, sample_from_columns
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.patterns import (

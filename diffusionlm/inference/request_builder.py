@@ -20,17 +20,11 @@ from numpy.typing import NDArray
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
+from diffusionlm.inference.blocks import DecodingBlock, TextSegments, split_into_blocks
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
 from diffusionlm.inference.images import check_images, check_vision, expand_images
-from diffusionlm.inference.requests import (
-    DEFAULT_OPTIONS,
-    DecodingBlock,
-    PreparedRequest,
-    RequestOptions,
-    TextSegments,
-    split_into_blocks,
-)
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, PreparedRequest, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_read_settings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.vision.images import EncodedImage

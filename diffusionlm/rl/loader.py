@@ -23,7 +23,7 @@ from config.finetune.rl import ReplayConfig
 from diffusionlm.data.loader import LoadedStep, StepLoader
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
-from diffusionlm.inference.requests import TextSegments
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.rl.logprobs import ScoredRow, ScoredText, build_rows
 from diffusionlm.rl.policy import PolicyLoss, ScoredAnswers, Timeline, compute_advantages
 from diffusionlm.rl.rollouts import PromptSet, Rollout, summarize

@@ -34,8 +34,8 @@ from config.training.objective import FixedCountMasking
 from diffusionlm.diffusion.corruption import sample_masks
 from diffusionlm.diffusion.noised_batch import NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.inference.generate import Trajectory
-from diffusionlm.inference.requests import TextSegments
 
 COMPLEMENTS = FixedCountMasking(complementary=True)
 

@@ -2,8 +2,8 @@
 
 Before each forward the first rank, the leader, sends what it reads: token ids, positions and pages. Each rank writes
 the keys and values of its heads to the same pages of its own cache. The ranks sample together from the columns of the
-logits that each has (`inference.sharded_sampling`), or the leader alone from gathered logits if a request needs them
-whole. The tokens of the leader are those that count.
+logits that each has (`sharded_sampling`), or the leader alone from gathered logits if a request needs them whole. The
+tokens of the leader are those that count.
 
 A rank that dies or hangs ends the engine: the next message, or the next collective of the forward, fails within
 `TIMEOUT_SECONDS`. An idle leader sends a message every few seconds.
@@ -37,7 +37,7 @@ from ddp.tensor_parallel import apply_tensor_parallel
 from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.images import TextImages
 from diffusionlm.inference.model_runner import ModelRunner
-from diffusionlm.inference.sharded_sampling import ShardedSampling
+from diffusionlm.inference.sampling.sharded_sampling import ShardedSampling
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.lora import adapter_modules

@@ -43,7 +43,7 @@ ALLOWED_WAITS = {
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses",
     "diffusionlm/evaluation/validation.py:count_hits": "hits",
     # in samples
-    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
+    "diffusionlm/inference/sampling/token_sampler.py:_to_arrays": "predictions: once in a round",
     # in checkpoints
     "diffusionlm/training/checkpointing/staging.py:copy": "all copies: once",
     "diffusionlm/optim/ema.py:num_updates": "number of updates of the averages",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config.finetune.rl import BoundConfig
 from diffusionlm.diffusion.noised_batch import NoiseKey
-from diffusionlm.inference.requests import TextSegments
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl import logprobs as logprobs_module
 from diffusionlm.rl.logprobs import ScoredText, build_rows

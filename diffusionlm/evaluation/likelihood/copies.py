@@ -24,7 +24,7 @@ from torch import Tensor
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
 from diffusionlm.inference.images import TextImages, join_images
-from diffusionlm.inference.sampling import check_finite, iterate_chunks
+from diffusionlm.inference.sampling.distributions import check_finite, iterate_chunks
 from diffusionlm.models.patterns import Bidirectional, Causal, CleanAndBlockCopies
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer

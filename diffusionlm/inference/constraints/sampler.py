@@ -18,15 +18,15 @@ from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.constraints.joint import JointDistribution
 from diffusionlm.inference.constraints.token_automaton import SpanCursor
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.sampling import (
-    LogitChanges,
-    LogitRows,
+from diffusionlm.inference.sampling.distributions import (
     choose_tokens,
     divide_by_temperature,
     exclude_tokens,
     filter_logits,
     find_top_tokens,
 )
+from diffusionlm.inference.sampling.logit_changes import LogitChanges
+from diffusionlm.inference.sampling.token_sampler import LogitRows
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
 SLOW_CONSTRAINT_SECONDS = 0.02

@@ -28,12 +28,12 @@ LIKELIHOODS: dict[str, tuple[Callable[[Transformer], object], str]] = {
     ),
     "greedy": (
         lambda model: greedy_matches(model, [OptionsRequest((1, 2), ((3, 4, 5),))]),
-        "inference/sampling.py:_to_arrays",
+        "inference/sampling/token_sampler.py:_to_arrays",
     ),
     "bound": (lambda model: nelbo(model, TOKENS, num_mc_samples=2), "evaluation/nelbo.py:compute_masked_nll"),
     "sampler": (
         lambda model: sampler_likelihood(model, TOKENS, config=GenerationConfig(block_length=3, denoising_steps=3)),
-        "inference/sampling.py:_to_arrays",
+        "inference/sampling/token_sampler.py:_to_arrays",
     ),
 }
 """Name -> call, and where the host reads its values."""

@@ -14,7 +14,7 @@ from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.inference.sampling.token_sampler import BatchSampler
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import BLOCKS, LIMITS, Job, assert_same, check_pages, limit_decoder, make_jobs
 

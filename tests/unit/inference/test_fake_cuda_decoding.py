@@ -13,8 +13,9 @@ import torch
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference import cuda_graphs, decoder, sampling
+from diffusionlm.inference import cuda_graphs, decoder
 from diffusionlm.inference.generate import generate
+from diffusionlm.inference.sampling import distributions, token_sampler
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeConfig
 from tests.fake_cuda import LaunchRecord, fake_cuda
@@ -23,7 +24,7 @@ from tests.recorded_graph import make_pools_of
 pytestmark = pytest.mark.slow
 
 
-PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
+PREDICTIONS = "diffusionlm/inference/sampling/token_sampler.py:sample_predictions"
 ALLOWED_WAITS = {PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a step"}
 """Places where the host waits for the GPU, and why. Whatever is not listed is a mistake."""
 NUM_STEPS = 6
@@ -69,7 +70,7 @@ def record_decoding(
         with (
             patch.object(cuda_graphs, "MIN_USES", 0),
             patch.object(decoder, "select_graph_pool", lambda model: make_pool),
-            patch.object(sampling, "_to_arrays", read_predictions),
+            patch.object(token_sampler, "_to_arrays", read_predictions),
         ):
             generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
     return record
@@ -87,7 +88,7 @@ def record_decoding(
     ids=str,
 )
 def test_where_decoding_waits_for_the_gpu(settings: dict[str, Any], make_config: MakeConfig) -> None:
-    vocab_size = sampling.NUM_TOP_P_CANDIDATES + 1
+    vocab_size = distributions.NUM_TOP_P_CANDIDATES + 1
     record = record_decoding(make_config(vocab_size=vocab_size), **settings)
     assert set(record.waits) <= set(ALLOWED_WAITS)
     assert 0 < record.waits[PREDICTIONS] <= NUM_STEPS

@@ -135,5 +135,5 @@ def test_chunks_of_logits_begin_anywhere(model: Transformer, monkeypatch: pytest
     ]
     jobs = [prepare_request(resolved, [1, 1], seed, each) for seed, each in enumerate(options)]
     whole = decode(model, jobs)
-    monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * VOCAB * 5)
+    monkeypatch.setattr("diffusionlm.inference.sampling.distributions.PROBABILITY_CHUNK_BYTES", 8 * VOCAB * 5)
     assert decode(model, jobs) == whole

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusionlm.inference import sampling
-from diffusionlm.inference.sampling import choose_tokens, divide_by_temperature, exclude_tokens, keep_top_k, keep_top_p
+from diffusionlm.inference.sampling import distributions
+from diffusionlm.inference.sampling.distributions import (
+    choose_tokens,
+    divide_by_temperature,
+    exclude_tokens,
+    keep_top_k,
+    keep_top_p,
+)
 
 INF = float("inf")
 
@@ -61,7 +67,7 @@ def test_top_p_keeps_the_smallest_nucleus(num_candidates: int, top_p: float, mon
 
     monkeypatch.setattr(Tensor, "sort", refuse)
     monkeypatch.setattr(Tensor, "topk", refuse)
-    monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
+    monkeypatch.setattr(distributions, "NUM_TOP_P_CANDIDATES", num_candidates)
     assert keep_top_p(logits_NV, top_p).tolist() == expected
     for row_1V, expected_V in zip(logits_NV.split(1), expected, strict=True):
         assert keep_top_p(row_1V, top_p).tolist() == [expected_V]

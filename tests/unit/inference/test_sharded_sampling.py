@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from config.generation import GenerationConfig
-from diffusionlm.inference import sampling
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, Predictions, RequestOptions
-from diffusionlm.inference.sampling import BatchSampler, LogitRows, read_samples
-from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.inference.sharded_sampling import (
+from diffusionlm.inference.sampling import distributions
+from diffusionlm.inference.sampling.sharded_sampling import (
     CombinedDistribution,
     choose_ranks,
     plan_sharded_sampling,
     reduce_columns,
     sample_from_columns,
 )
+from diffusionlm.inference.sampling.token_sampler import BatchSampler, LogitRows, read_samples
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.kernels.loss_types import VocabularyShard
 from diffusionlm.models.transformer import Transformer
 
@@ -109,7 +109,7 @@ def test_samples_are_those_of_whole_logits(model: Transformer, num_ranks: int, m
     requests = [make_request(model, **config) for config in CONFIGS]
     logits_NV = make_logits(sum(len(request.output_positions) for request in requests))
     expected = BatchSampler(torch.device("cpu")).sample_predictions(LogitRows(logits_NV, requests))
-    monkeypatch.setattr(sampling, "CPU_CHUNK_BYTES", 8 * 5 * VOCAB)
+    monkeypatch.setattr(distributions, "CPU_CHUNK_BYTES", 8 * 5 * VOCAB)
     together, *others = sample_on_ranks(requests, logits_NV, num_ranks)
     assert all(torch.equal(other, together) for other in others)
     parts = logits_NV.split([len(request.output_positions) for request in requests])

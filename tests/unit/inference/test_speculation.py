@@ -17,7 +17,7 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, generate, known_request, stream, to_generation
 from diffusionlm.inference.request_builder import prepare_prompt_scoring, prepare_request
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
-from diffusionlm.inference.sampling import choose_tokens, filter_logits
+from diffusionlm.inference.sampling.distributions import choose_tokens, filter_logits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer

@@ -13,9 +13,10 @@ from config.finetune.rl import ReplayConfig
 from config.generation import GenerationConfig
 from diffusionlm.diffusion.noised_batch import NoiseKey
 from diffusionlm.evaluation.sampler_likelihood import check_exact_likelihood, sampler_likelihood
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.inference.generate import replay
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import RequestOptions, TextSegments
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.transformer import Transformer

@@ -23,7 +23,7 @@ from diffusionlm.inference.generate import decode, generate, infill, stream, to_
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import RequestOptions
-from diffusionlm.inference.sampling import LogitRows
+from diffusionlm.inference.sampling.token_sampler import LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.patterns import Bidirectional

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.sampling import LogitChanges, choose_tokens, divide_by_temperature, iterate_chunks
+from diffusionlm.inference.sampling.distributions import choose_tokens, divide_by_temperature, iterate_chunks
+from diffusionlm.inference.sampling.logit_changes import LogitChanges
 from diffusionlm.inference.strategy import NEGATIVE_ENTROPY, TOKEN_PROBABILITY, TOP2_MARGIN
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
