@@ -36,6 +36,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import initial_std, initial_value
@@ -170,6 +171,27 @@ def random_prompts(config: ModelConfig, length: int, batch_size: int, seed: int)
     return [(tokens_P + (tokens_P >= mask)).tolist() for tokens_P in prompts]
 
 
+def read_prompts(config: BenchInferConfig, model: ModelConfig, batch_size: int) -> Prompts:
+    """The prompts of a batch: those of the file, or random ones.
+
+    Raises:
+        ValueError: the file cannot be read, or has a line without a prompt; names it.
+    """
+    path = config.bench.prompts_file
+    if path is None:
+        return random_prompts(model, config.bench.prompt_length, batch_size, config.bench.seed)
+    assert config.model.path is not None, "checked by the config"
+    tokenizer = load_tokenizer(config.model.path)
+    try:
+        texts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
+        prompts = [tokenizer.encode(text) for text in texts]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'bench.prompts_file = {path}: {error}: write lines of {{"prompt": TEXT}}') from None
+    if not prompts:
+        raise ValueError(f"bench.prompts_file = {path} is empty: write a prompt in each line")
+    return [prompts[index % len(prompts)] for index in range(batch_size)]
+
+
 def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
     return list(range(bench.seed, bench.seed + batch_size))
 
@@ -195,7 +217,7 @@ def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, se
 def measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
     """Measure the peak memory of one call in bytes above the loaded model; this must be a fresh process."""
     model = build_model(config.model)
-    prompts = random_prompts(model.config, config.bench.prompt_length, cell.batch_size, config.bench.seed)
+    prompts = read_prompts(config, model.config, cell.batch_size)
     generate(model, prompts[:1], cell.generation.model_copy(update={"max_new_tokens": WARMUP_TOKENS}))
     release_freed_memory()
     peak = PeakGrowth(model.lm_head.weight.device.type)
@@ -215,9 +237,7 @@ def bench_infer(config: BenchInferConfig) -> Page:
     cells = _with_model_defaults(config.cells(), model.config)
     facts = _describe_conditions(config, model)
     bench = config.bench
-    prompts = {
-        size: random_prompts(model.config, bench.prompt_length, size, bench.seed) for size in config.grid.batch_sizes
-    }
+    prompts = {size: read_prompts(config, model.config, size) for size in config.grid.batch_sizes}
     counts, calls = {}, dict[str, Callable[[], object]]()
     for number, cell in enumerate(cells, 1):
         print_message(f"counting {number}/{len(cells)}: {cell.label}")
@@ -273,11 +293,12 @@ def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list
 def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[str, str]:
     bench, shape = config.bench, model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    source = bench.prompts_file or f"{bench.prompt_length} random tokens"
     return {
         "model": "random weights" if config.model.path is None else str(config.model.path),
         "shape": f"{describe_model(shape)}, vocabulary {shape.vocab_size:,}, {parameters:,} parameters, "
         f"{str(model.lm_head.weight.dtype).removeprefix('torch.')}",
-        "requests": f"{bench.prompt_length} random tokens and {bench.new_tokens} new ones each",
+        "requests": f"{source} and {bench.new_tokens} new tokens each",
         **collect_environment(
             threads=torch.get_num_threads(),
             packages=["torch"],

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
 from config.bench.training import BenchFileSection
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
@@ -45,6 +45,9 @@ class BenchInferSection(Section):
 
     prompt_length: PositiveInt = 64
     """Tokens of a prompt, which are random."""
+    prompts_file: ConfigPath | None = None
+    """JSON lines, {"prompt": TEXT}, in place of random prompts, for a trained model: request i has prompt i, and the
+    file is repeated if it is shorter."""
     new_tokens: PositiveInt = 128
     """Tokens that are decoded for each request; fewer only if a strategy sets stop_token_ids."""
     peers: TupleOf[Literal["transformers"]] = ()
@@ -112,6 +115,8 @@ class BenchInferConfig(Section):
             if self.bench.peers:
                 raise ValueError("bench.peers decode random weights: remove them, or set [model.shape] without a path")
             return self
+        if self.bench.prompts_file is not None:
+            raise ValueError("bench.prompts_file needs the tokenizer of a trained model: add --model DIR, or remove it")
         shape, length = self.model.shape, self.bench.prompt_length + self.bench.new_tokens
         if shape is None:
             raise ValueError("no model given: add --model DIR, or a table [model.shape] for random weights")

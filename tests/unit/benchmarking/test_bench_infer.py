@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarking.bench_infer import bench_infer, random_model, random_prompts
+from benchmarking.bench_infer import bench_infer, random_model, random_prompts, read_prompts
 from benchmarking.implementations import peers
 from config.bench.inference import BenchInferConfig
 from config.load import ConfigError, load_config
@@ -17,6 +17,8 @@ from config.model import ModelConfig
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 from tests.unit.benchmarking.cases import SIZES, read_facts, read_tables
+from tokenizer import Tokenizer
+from tokenizer.files import save_tokenizer
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml"
 SHAPE = {**SIZES, "max_position_embeddings": 32, "vocab_size": 48}
@@ -59,6 +61,21 @@ def test_a_config_needs_a_model_that_its_peers_can_decode() -> None:
         make_config(model={})
     with pytest.raises(ConfigError, match="peers decode random weights"):
         load_config(BenchInferConfig, RESOURCE, ["model.path=runs/model", "bench.peers=[transformers]"])
+
+
+def test_prompts_of_a_file_are_repeated(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    save_tokenizer(tokenizer, tmp_path)
+    file, model = tmp_path / "prompts.jsonl", {"path": tmp_path}
+    file.write_text('{"prompt": "the cat"}\n{"prompt": "a\\nb"}\n')
+    config = make_config(model=model, bench={"prompts_file": file})
+    expected = [tokenizer.encode(text) for text in ("the cat", "a\nb", "the cat")]
+    assert read_prompts(config, ModelConfig(**SHAPE), 3) == expected
+    for text, reason in (("", "is empty"), ('{"text": ""}', "write lines of"), ("the cat", "write lines of")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"bench.prompts_file = .*prompts.jsonl.*{reason}"):
+            read_prompts(config, ModelConfig(**SHAPE), 1)
+    with pytest.raises(ValueError, match="needs the tokenizer of a trained model"):
+        make_config(bench={"prompts_file": file})
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
