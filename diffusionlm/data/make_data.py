@@ -227,11 +227,7 @@ class _MakeDataJob:
             shutil.rmtree(self._directory / TOKENIZER_DIRECTORY, ignore_errors=True)
 
     def _check_same_inputs(self, saved: ShardIndex | MakeDataProgress) -> None:
-        """Check that the directory was made from the same config, documents and tokenizer.
-
-        Raises:
-            ValueError: lists the differences.
-        """
+        """Check that the directory was made from the same config, documents and tokenizer."""
         values = _content_config(self.config)
         saved_output = saved.config.get("output")
         if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions

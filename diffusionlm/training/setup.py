@@ -145,11 +145,7 @@ def find_tokenizer(
 
 
 def _train_tokenizer(config: TokenizerConfig, components: Sequence[MixtureComponent], log: Log) -> Tokenizer:
-    """Train on the first documents of each component, by its weight.
-
-    Raises:
-        ValueError: there is no text.
-    """
+    """Train on the first documents of each component, by its weight."""
     total_weight = sum(component.weight for component in components)
     texts = (
         text

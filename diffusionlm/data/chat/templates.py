@@ -95,11 +95,7 @@ def _set_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> Chat
 
 
 def _check_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Check generation prompt, stop token and beginning of text on a short chat.
-
-    Raises:
-        ValueError: the template does not allow to learn answers.
-    """
+    """Check generation prompt, stop token and beginning of text on a short chat."""
     with_prompt, without_prompt = (
         render_chat(template, [QUESTION], add_generation_prompt=is_added) for is_added in (True, False)
     )

@@ -110,11 +110,7 @@ def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, spl
 
 
 def _dataset_version(config: HubDataset, builder: Any, key: str) -> tuple[str, str]:
-    """Return an identifier of the dataset's version, and its origin as text.
-
-    Raises:
-        ValueError: the local cache has another revision than the requested one.
-    """
+    """Return an identifier of the dataset's version, and its origin as text."""
     if is_directory(config):
         name = os.path.expanduser(config.dataset)
         files = [DataFile.open(path, f"{key}.dataset") for path in find_files((name,), f"{key}.dataset")]

@@ -264,11 +264,7 @@ class RequestRunner:
         return prepare_request(settings, prompt_ids, request.answer_seed(self.config.seed), label=request.label), until
 
     def _truncate(self, context_ids: tuple[int, ...], num_following: int) -> tuple[int, ...]:
-        """Shorten a context from the left, so that the tokens after it fit into the model's context.
-
-        Raises:
-            ValueError: it is too long, and the settings do not allow to shorten it; or nothing would be left.
-        """
+        """Shorten a context from the left, so that the tokens after it fit into the model's context."""
         num_excess = len(context_ids) + num_following - self.max_length
         if num_excess <= 0:
             return context_ids

@@ -132,11 +132,7 @@ def find_code_block(text: str) -> str:
 
 
 def _complete_prompt(prompt: str) -> str:
-    """The prompt as a program: with a body, if it ends with the first line of a function.
-
-    Raises:
-        ValueError: it is no beginning of a program.
-    """
+    """The prompt as a program: with a body, if it ends with the first line of a function."""
     body = " " * BODY_INDENTATION + "pass\n"
     for program in (prompt, f"{prompt}{body}", f"{prompt}\n{body}"):
         if _find_syntax_error(program) is None:

@@ -82,11 +82,7 @@ def _hash_text(text: str) -> str:
 
 
 def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Iterate over the records of a file, each with its place for errors.
-
-    Raises:
-        ValueError: the file or a record cannot be read.
-    """
+    """Iterate over the records of a file, each with its place for errors."""
     file_format = detect_format(path)
     if file_format not in ("json", "parquet"):
         raise ValueError(f"{path}: items are read from .jsonl, .json or .parquet files: rename or convert the file")
@@ -108,11 +104,7 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _read_images(record: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """The images of a record as content parts: its ``images``, or its ``image``.
-
-    Raises:
-        ValueError: one is neither a path below the folder, nor a data URL, nor bytes.
-    """
+    """The images of a record as content parts: its ``images``, or its ``image``."""
     values = record.get("image") if record.get("images") is None else record["images"]
     images = values if isinstance(values, list) else [values] * (values is not None)
     parts = [{"type": "image", "image": image} for image in images]

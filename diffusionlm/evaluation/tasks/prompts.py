@@ -197,11 +197,7 @@ class PreparedItems:
 
 
 def _build_message(text: str, *items: TaskItem) -> dict[str, Any]:
-    """A user message with the images of items: where the text has ``<image>``, else before it.
-
-    Raises:
-        ValueError: the text has more or fewer marks than there are images.
-    """
+    """A user message with the images of items: where the text has ``<image>``, else before it."""
     message: dict[str, Any] = {"role": "user", "content": text}
     parts = [part for item in items for part in item.images]
     if not parts:
@@ -211,11 +207,7 @@ def _build_message(text: str, *items: TaskItem) -> dict[str, Any]:
 
 
 def _find_chat_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a task's chats; None: its prompts are texts.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The template of a task's chats; None: its prompts are texts."""
     if isinstance(task, ExactMatchTask):
         return resolve_chat_template(task.chat_rows, tokenizer, "chat" if task.source is None else "source.chat")
     prompt = task.prompt

@@ -221,11 +221,7 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
 
 
 def _hash_inputs(task: PreparedTask) -> dict[str, str]:
-    """Hashes of a task's data (items or text, and examples) and of the templates of its prompts (empty for a text).
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Hashes of a task's data (items or text, and examples) and of the templates of its prompts (empty for a text)."""
     if isinstance(task, PreparedText):
         return {"data": _hash(_hash_source(task.config.text_config.source)), "prompt": ""}
     config = task.config

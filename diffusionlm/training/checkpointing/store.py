@@ -279,11 +279,7 @@ class AsyncCheckpointer:
 
 
 def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
-    """Open a checkpoint without reading its tensors.
-
-    Raises:
-        ValueError: it is incomplete or damaged.
-    """
+    """Open a checkpoint without reading its tensors."""
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
     state = read_json_object(path / STATE_FILE)

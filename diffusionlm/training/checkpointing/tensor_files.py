@@ -256,11 +256,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def _validate_metadata(metadata: object) -> Metadata:
-    """Check that it describes tensors in files beside it.
-
-    Raises:
-        ValueError, AttributeError, TypeError: it does not.
-    """
+    """Check that it describes tensors in files beside it."""
     if not isinstance(metadata, Metadata):
         raise ValueError("it describes no tensors")
     for key, tensor in metadata.state_dict_metadata.items():
