@@ -97,7 +97,6 @@ class LoadedStep:
     tokens_per_second: float
     """Tokens without padding, per second of reading, packing and drawing noise."""
     wait_seconds: float
-    """Time that the step waited for its batches."""
     buffered_steps: int = 0
     """Steps that the workers had ready when this one was requested; 0 without workers."""
     metrics: dict[str, float] = field(default_factory=dict)

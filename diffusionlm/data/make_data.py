@@ -78,7 +78,6 @@ class SplitProgress(StrictModel):
 
     @property
     def identity(self) -> str:
-        """Identity of the source."""
         return self.index.identity
 
 
@@ -155,7 +154,6 @@ def _content_config(config: MakeDataConfig) -> dict[str, Any]:
 
 
 def _read_sized_tokens(source: DocumentSource, encoder: TextEncoder) -> WindowedReader[str, tuple[Tokens, int]]:
-    """Read the tokens of each document and the bytes of its text."""
 
     def tokenize(_epoch: int, _index: int, texts: list[str]) -> ItemsFuture[tuple[Tokens, int]]:
         future = encoder.submit(texts)
@@ -300,7 +298,6 @@ class _MakeDataJob:
         return tokenizer
 
     def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
-        """Write the remaining shards of a split."""
         source, position = self.sources[split], self._progress.splits[split].position
         if saved := self._progress.splits[split].skip_log:
             vars(source.skip_log).update(saved)

@@ -48,7 +48,6 @@ class ShardPart(StrictModel):
 
     file: str
     bytes: NonNegativeInt
-    """Number of bytes."""
     sha256: str
 
 
@@ -58,7 +57,6 @@ class ShardEntry(StrictModel):
     documents: PositiveInt
     tokens: NonNegativeInt
     text_bytes: NonNegativeInt
-    """UTF-8 bytes of the text."""
     parts: tuple[ShardPart, ...]
 
 
@@ -66,9 +64,7 @@ class SplitIndex(StrictModel):
     """The documents of a split, in order."""
 
     identity: str
-    """Identity of the source."""
     provenance: str
-    """Provenance of the source."""
     skipped: dict[str, int] = {}
     """Records of the source left out or repaired, by reason."""
     shards: tuple[ShardEntry, ...] = ()
@@ -233,7 +229,6 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        """Remove an unfinished shard."""
         with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
             self._ids.close()
         for path in self._paths:

@@ -234,7 +234,6 @@ def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _count_tokens(files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int) -> int:
-    """Count the tokens of the first ``num_documents`` documents."""
     total = 0
     for file, first in zip(files, first_documents.tolist(), strict=False):
         total += file.offsets[min(len(file.offsets) - 1, max(0, num_documents - first))]

@@ -199,7 +199,6 @@ class NelboEstimator:
         return np.concatenate(is_masked), np.concatenate(weights)
 
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
-        """Combine the results of all forwards, in order."""
         sums_BK = np.zeros((len(self.maskable_BL), self.num_mc_samples))
         for index, sums in enumerate(forward_sums):
             sums_BK[self._locate_forward(index)] = sums.sums_B

@@ -335,6 +335,5 @@ def pause_garbage_collection(every_steps: int) -> Iterator[None]:
 
 
 def collect_garbage(step: int, every_steps: int) -> None:
-    """Collect if ``step`` is a multiple of ``every_steps``."""
     if every_steps and step % every_steps == 0:
         gc.collect()

@@ -474,5 +474,4 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
 
 
 def _sample_uniform(shape: tuple[int, ...], **options: Any) -> Tensor:
-    """Uniform random numbers from -1 to 1."""
     return 2.0 * torch.rand(shape, **options) - 1.0

@@ -100,7 +100,6 @@ class Conversation:
 
     @property
     def error_prefix(self) -> str:
-        """The location, for the beginning of a message."""
         return f"{self.location}: " if self.location else ""
 
     def __str__(self) -> str:

@@ -19,7 +19,6 @@ MESSAGE_KEYS = ("name", "tool_call_id")
 TRAINING_KEYS = ("weight", "train")
 """Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
 IMAGE_PARTS = ("image", "image_url")
-"""Types of content parts that are images."""
 
 
 class _InvalidRowError(Exception):

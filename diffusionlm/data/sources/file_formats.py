@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_RECORD_BYTES = 1 << 28
-"""Default of `max_record_bytes`."""
 PARQUET_BATCH_BYTES = 4 << 20
 """Text that is decoded at once, if all rows of a row group have the same size."""
 MAX_PARQUET_BATCH_ROWS = 1_024

@@ -90,7 +90,6 @@ class DataFile:
     size: int
     """Bytes."""
     modified_ns: int
-    """Modification time in nanoseconds."""
     ends_sha256: str
     """Hash of the beginning and the end of the file: a whole file may be too large to read twice."""
 
@@ -245,7 +244,6 @@ class LocalFileRecords:
     sample_by: SampleBy
     max_record_bytes: int
     file: int = 0
-    """Index of the file."""
     at: int = 0
     """Offset after the last record: bytes, characters or rows, as the file's format counts."""
     line: int = 0

@@ -137,7 +137,6 @@ class ShidokuSource(SyntheticSource):
 
     @functools.cached_property
     def grids(self) -> list[str]:
-        """The grids of the split."""
         fraction, is_validation = self.config.validation_fraction, self.split == "validation"
         is_held_out = {grid: hash_share(hash_record(grid)) < fraction for grid in shidoku_grids()}
         return [grid for grid in is_held_out if not fraction or is_held_out[grid] == is_validation]

@@ -60,7 +60,6 @@ class Isolation:
     """What programs are cut off from."""
 
     network: bool = False
-    """They have no network."""
     processes: bool = False
     """They see no other processes, and none of theirs outlives them."""
     files: bool = False

@@ -67,7 +67,6 @@ class BlockedAnswer:
         return count_masks(max(len(block.positions) for block in self.blocks))
 
     def mask_block(self, block: AnswerBlock, is_masked_n: NDArray[np.bool_]) -> MaskedCopy:
-        """Mask some of the answer tokens of a block."""
         positions = block.positions[is_masked_n]
         if self.layout.is_autoregressive:
             tokens = self.tokens_T[:-1]

@@ -43,7 +43,6 @@ DOCUMENTS_PER_GROUP = 32
 """Documents whose options are scored before their results are written."""
 
 AnswerKey = tuple[str, int]
-"""Id of an item, and number of the repeat."""
 
 
 def list_answers(task: PreparedTask) -> list[AnswerKey]:
@@ -229,7 +228,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_with_error(values: Sequence[float]) -> MetricValue:
-    """The mean over items, with its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return MetricValue.from_floats(statistics.fmean(values), error)
 

@@ -104,7 +104,6 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _read_images(record: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """The images of a record as content parts: its ``images``, or its ``image``."""
     values = record.get("image") if record.get("images") is None else record["images"]
     images = values if isinstance(values, list) else [values] * (values is not None)
     parts = [{"type": "image", "image": image} for image in images]

@@ -71,7 +71,6 @@ def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _prepare_task(task: AnyTask, model: ModelDescription, model_config: InferModelConfig) -> PreparedTask:
-    """Prepare a task of a variant."""
     with prefix_errors(f"task {task.name or task.kind!r}"):
         if isinstance(task, PerplexityTask):
             config = EvalConfig(model=model_config, data=task.text_config, likelihood=task.likelihood)

@@ -185,7 +185,6 @@ class PreparedItems:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
     def _join_examples(self, item: TaskItem) -> str:
-        """Examples and question as one text."""
         shots = [f"{self._question(shot)}{self.delimiter}{self._answer(shot)}" for shot in self.select_shots(item)]
         return self.prompt.separator.join([*shots, self._question(item)])
 

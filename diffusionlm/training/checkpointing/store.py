@@ -58,7 +58,6 @@ class LoadedCheckpoint:
         return any(key.startswith("weights.") for key in self.tensors.shapes)
 
     def weights(self) -> dict[str, Tensor]:
-        """Read the weights of the model directory."""
         return read_weights(self.path)
 
     def live_weights(self) -> dict[str, Tensor]:

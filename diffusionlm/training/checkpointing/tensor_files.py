@@ -58,7 +58,6 @@ _ALLOWED_GLOBALS = {
 """Names that the pickle ``.metadata`` may contain, beside dtypes: they describe tensors and have no other effect.
 Descriptions of other objects are not among them, since torch would load these by an unrestricted pickle."""
 MAX_LISTED_PROBLEMS = 4
-"""Problems that an error lists."""
 
 
 def write_shards(folder: Path, shards: Mapping[str, TensorShard], world: World) -> ManifestEntries:
@@ -136,7 +135,6 @@ class StoredTensors:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor by key."""
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     @property
