@@ -22,7 +22,7 @@ from diffusionlm.evaluation.answer_decoding import DecodedAnswer, decode_answers
 from diffusionlm.evaluation.sampler_likelihood import check_plain_distributions
 from diffusionlm.evaluation.tasks.item_task import TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems
+from diffusionlm.evaluation.tasks.preparation import PreparedItems
 from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY

@@ -20,8 +20,7 @@ from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_docu
 from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
-from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, prepare_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems
+from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items
 from diffusionlm.evaluation.tasks.results import (
     LIKELIHOOD_METRICS,
     ItemResult,
