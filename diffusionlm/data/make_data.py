@@ -36,8 +36,7 @@ from diffusionlm.data.shard_files import (
     ShardWriter,
     SplitIndex,
     StrictModel,
-    check_checksums,
-    check_sizes,
+    check_files,
     partial_path,
     read_index,
     read_json_model,
@@ -192,7 +191,7 @@ class _MakeDataJob:
         self._check_same_inputs(index)
         self.log(f"{self._directory} is complete; comparing its files with their checksums ...")
         for split_index in index.splits.values():
-            check_checksums(self._directory, split_index)
+            check_files(self._directory, split_index, reads_contents=True)
         (self._directory / PROGRESS_FILE).unlink(missing_ok=True)
         return index
 
@@ -220,7 +219,7 @@ class _MakeDataJob:
         )
         self._check_same_inputs(self._progress)
         for state in self._progress.splits.values():
-            check_sizes(self._directory, state.index)
+            check_files(self._directory, state.index)
         if self._progress.tokenizer_fingerprint is None:
             shutil.rmtree(self._directory / TOKENIZER_DIRECTORY, ignore_errors=True)
 
@@ -268,7 +267,7 @@ class _MakeDataJob:
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
         for split_index in index.splits.values():
-            check_sizes(self._directory, split_index)
+            check_files(self._directory, split_index)
         write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
         (self._directory / PROGRESS_FILE).unlink()
         return index

@@ -141,11 +141,11 @@ def read_json_model(model_class: type[StrictModelT], path: Path, remedy: str) ->
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def check_sizes(directory: Path, split: SplitIndex) -> None:
-    """Check that every file exists and has the size in the index.
+def check_files(directory: Path, split: SplitIndex, *, reads_contents: bool = False) -> None:
+    """Check that every file exists and has the size in the index, and the checksum, if it ``reads_contents``.
 
     Raises:
-        ValueError: a file is missing or has another size.
+        ValueError: a file is missing or damaged.
     """
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
@@ -156,18 +156,7 @@ def check_sizes(directory: Path, split: SplitIndex) -> None:
             raise ValueError(
                 f"{path} has {actual_size:,} bytes, not {part.bytes:,}; copy it again, or make the data again"
             )
-
-
-def check_checksums(directory: Path, split: SplitIndex) -> None:
-    """Compare every file with its checksum. This reads all files.
-
-    Raises:
-        ValueError: a file is missing or damaged.
-    """
-    check_sizes(directory, split)
-    for part in (part for shard in split.shards for part in shard.parts):
-        path = directory / part.file
-        if hash_file(path) != part.sha256:
+        if reads_contents and hash_file(path) != part.sha256:
             raise ValueError(
                 f"{path} is damaged: its checksum is not the one in {INDEX_FILE}; copy it again, or make it again"
             )

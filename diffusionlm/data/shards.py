@@ -26,7 +26,7 @@ from diffusionlm.data.shard_files import (
     TOKENIZER_DIRECTORY,
     ShardEntry,
     ShardIndex,
-    check_sizes,
+    check_files,
     little_endian_dtype,
     read_index,
 )
@@ -69,7 +69,7 @@ class ShardDocuments:
         split_index = index.splits.get(split)
         if split_index is None or not split_index.documents:
             raise ValueError(f"{self._setting} has no {split} documents; make the data again")
-        check_sizes(directory, split_index)
+        check_files(directory, split_index)
         self.tokenizer_directory = directory / TOKENIZER_DIRECTORY
         if not self.tokenizer_directory.is_dir():
             raise ValueError(f"{self.tokenizer_directory} is missing; copy it again, or make the data again")
