@@ -45,7 +45,7 @@ from diffusionlm.data.shard_files import (
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
-from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
+from files.lock import LOCK_FILE, lock_directory
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
@@ -108,10 +108,6 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock_directory(directory))
-        except DirectoryInUseError as error:
-            raise ValueError(
-                f"output.directory = {directory} is in use by another process; wait for it or stop it"
-            ) from error
         except OSError as error:
             raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
