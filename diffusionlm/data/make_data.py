@@ -93,10 +93,6 @@ class MakeDataProgress(StrictModel):
 def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None = None) -> ShardIndex:
     """Make the directory, or continue it; check it if it is complete.
 
-    Args:
-        log: called with each message.
-        on_progress: called at the start of a split and after each chunk.
-
     Raises:
         ValueError: the source has no documents, the tokenizer has no end-of-text token, the directory holds something
             else or cannot be written, or a file is damaged.

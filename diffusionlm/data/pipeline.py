@@ -123,12 +123,7 @@ def open_components(
 
 
 def open_chat(section: Source, key: str, processor: ImageProcessor | None = None) -> ChatRecords | None:
-    """What the records of a source mean as conversations; None: they are text.
-
-    Args:
-        key: config key of the section `chat`, for errors.
-        processor: as in `open_components`.
-    """
+    """What the records of a source mean as conversations; None: they are text."""
     if not isinstance(section, RecordSourceOptions | SyntheticChats) or section.chat is None:
         return None
     on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
@@ -181,8 +176,6 @@ def build_token_reader(
     Args:
         shuffle_window: documents are shuffled within windows of this size; 0 or 1 keeps their order. Shards are
             shuffled as a whole.
-        key: RNG key of the shuffle, beside the seed.
-        encoder: None: tokenize in this process.
     """
     source = component.source
     if isinstance(source, ShardDocuments):
@@ -259,7 +252,6 @@ def build_preference_reader(
     """Read rows of one preference each: the chosen conversation, then the rejected one, each in half of the row.
 
     Args:
-        block_length: as in `build_row_reader`.
         is_unpaired: read rows of one labeled example each, in half of the row.
 
     Raises:

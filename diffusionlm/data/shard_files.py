@@ -108,9 +108,6 @@ class ShardIndex(StrictModel):
 def read_index(directory: Path, key: str) -> ShardIndex:
     """Read the index of a complete directory.
 
-    Args:
-        key: config key of the directory, for errors.
-
     Raises:
         ValueError: there is no index, or it is damaged or of another version or format.
     """

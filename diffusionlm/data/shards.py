@@ -55,9 +55,6 @@ class _ShardFile:
 class ShardDocuments:
     """The documents of one split, by index. Sizes are checked; ``diffusionlm-make-data`` checks the contents.
 
-    Args:
-        key: the config key of the section, for errors.
-
     Raises:
         ValueError: the directory is missing, incomplete or damaged, or of another version.
     """

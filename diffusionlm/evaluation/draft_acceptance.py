@@ -42,7 +42,6 @@ def measure_draft_acceptance(
 
     Args:
         layout: if its clean half is not token-causal, or a block has no drafts, the result is empty.
-        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
     """
     L, shift = batch.tokens_BL.shape[1], int(layout.alignment == "shifted")
     batch_size = max(1, min(batch_size, MAX_LOGITS_BYTES // (8 * model.config.vocab_size * L)))

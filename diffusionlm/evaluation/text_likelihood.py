@@ -116,9 +116,6 @@ class OpenedText:
     def __init__(self, config: EvalConfig, model: ModelDescription | None = None) -> None:
         """Check the config against the model, and read the text.
 
-        Args:
-            model: of the config. None: it is read.
-
         Raises:
             ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does
                 not support this kind of likelihood.

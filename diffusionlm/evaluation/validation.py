@@ -61,9 +61,6 @@ def read_validation_rows(
 
     With ``chat.eos_padding = "batch_max"``, groups of ``training.batch_size`` rows are padded as the steps are.
 
-    Args:
-        components: the validation sources.
-
     Raises:
         ValueError: there is no validation text.
     """
@@ -244,7 +241,6 @@ def evaluate(
         num_mc_samples: masked versions of each row.
         batch_size: rows per forward.
         layout: of the forwards. None: bidirectional. Without blocks the result includes the accuracy on masked tokens.
-        majority_token: the most frequent training token, if known.
         map_forwards: shares the forwards among the ranks.
 
     Raises:
@@ -296,11 +292,7 @@ def measure_masked_token_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> MaskedTokenAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible.
-
-    Args:
-        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
-    """
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible."""
     maskable_BL = layout.maskable(batch)
     if batch.is_eos_padding_BL is not None:
         maskable_BL = maskable_BL & ~batch.is_eos_padding_BL.numpy()

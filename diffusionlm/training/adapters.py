@@ -114,7 +114,6 @@ class ModelFiles:
         settings of the image processor.
 
         Args:
-            folder: must exist.
             weights: whole, by parameter name.
         """
         if self.processor is not None:

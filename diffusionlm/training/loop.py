@@ -58,9 +58,6 @@ class TrainResult:
 def train(config: TrainConfig, build: Callable[[TrainConfig, RunDirectory, World], Run] = build_run) -> TrainResult:
     """Train as the config says, or resume the run in ``run.directory``. Under torchrun every rank calls this.
 
-    Args:
-        build: builds the parts of the run.
-
     Raises:
         ValueError: the user can fix it; the text names the config key or the file.
     """

@@ -391,7 +391,6 @@ def add_embedding_noise(
     Args:
         scales_BS: factor of the noise of each position.
         seeds_B: a seed for each sequence of the forward, which its noise is a function of.
-        num_tokens: L.
         sample: draws noise of a shape, device and generator, as ``torch.randn`` does.
     """
 

@@ -21,7 +21,6 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer | None, k
 
     Args:
         tokenizer: None: it is to be trained, so it has no template, and only the source of the section's is checked.
-        key: config key of the section, for errors.
 
     Raises:
         ValueError: there is no such template; or it has no generation prompt, writes the beginning of text twice, or no

@@ -36,9 +36,6 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     `dataset` may also be a directory with a dataset. Streams are never shuffled: the library cannot resume a shuffled
     stream exactly.
 
-    Args:
-        key: the config key of the section, for errors.
-
     Raises:
         ValueError: no such dataset, configuration, revision, split or column, or the Hub cannot be reached.
     """

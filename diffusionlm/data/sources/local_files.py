@@ -139,9 +139,6 @@ class DataFile:
 def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource:
     """Open the documents of a split. Without `validation_paths`, `choose_split` holds out validation text.
 
-    Args:
-        key: the config key of the section, for errors.
-
     Raises:
         ValueError: a pattern matches no file, a file is empty, unreadable or of an unknown format, or the text is too
             short to hold out a part of it; or as `select_split`.

@@ -122,9 +122,6 @@ class AnswerBuilder:
     ) -> BlockedAnswer:
         """Build an answer; an error calls it ``name``.
 
-        Args:
-            context_options: images in the context, and their processor.
-
         Raises:
             ValueError: it is empty, too long for the model's context, has a token that the model cannot predict, or
                 image placeholders that are not those of the context's images.

@@ -104,9 +104,6 @@ def build_candidate(fields: Mapping[str, Any], text: str, answer: AnswerForm) ->
     function, such as ``def f():`` without a docstring. The answer follows it; or, with a line break and without
     indentation, it is code that defines the function again.
 
-    Args:
-        fields: of the item: prompt, test and entry_point.
-
     Raises:
         ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
             no name.

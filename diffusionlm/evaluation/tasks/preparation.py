@@ -307,9 +307,6 @@ def prepare_items(
 ) -> PreparedItems:
     """Check the items and prompts of a task against a model.
 
-    Args:
-        processor: of images in items; None: the model reads none.
-
     Raises:
         ValueError: code would be executed without ``run_code``, an item cannot be graded, repeats would be equal, there
             is no chat template, the settings do not fit the model, or a prompt does not fit its context; names the

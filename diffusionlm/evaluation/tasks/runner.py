@@ -205,9 +205,6 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
     A checkpoint's weight files have the same size as those before, and mostly the same ends: only the whole content
     tells them apart.
 
-    Args:
-        directory: of the model, resolved.
-
     Raises:
         ValueError: a file cannot be read, or there is no CUDA device where one is required.
     """
