@@ -292,7 +292,7 @@ def measure_masked_token_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> MaskedTokenAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible."""
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding is visible."""
     maskable_BL = layout.maskable(batch)
     if batch.is_eos_padding_BL is not None:
         maskable_BL = maskable_BL & ~batch.is_eos_padding_BL.numpy()
