@@ -158,18 +158,13 @@ class ShardReader:
 
 
 class KeyedPermutation:
-    """A permutation of 0 to n - 1 that is a function of (n, seed, stream, key) and takes no memory.
+    """A permutation of 0 to n - 1, n >= 1, that is a function of (n, seed, stream, key) and takes no memory.
 
     A Feistel network over pairs (left, right) with left < a, right < b and a * b barely larger than n. Results outside
     of n go through it again (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-
-    Raises:
-        ValueError: n is not between 1 and 2 ** 62.
     """
 
     def __init__(self, n: int, seed: int, stream: RngStream, *key: int) -> None:
-        if not 1 <= n <= 1 << 62:
-            raise ValueError(f"n = {n}: a permutation needs 1 to 2 ** 62 items")
         self.n = n
         first_size = math.isqrt(n - 1) + 1
         self._sizes = (np.uint64(first_size), np.uint64(-(-n // first_size)))

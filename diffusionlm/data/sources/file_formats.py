@@ -193,11 +193,9 @@ def _has_json_lines(path: Path, max_bytes: int) -> bool:
         return True
     try:
         json.loads(text)
-    except json.JSONDecodeError as error:
-        continues_on_next_line = error.pos == len(text) > 0  # the only error is that the line ends
+    except (ValueError, RecursionError) as error:
+        continues_on_next_line = getattr(error, "pos", -1) == len(text) > 0  # the only error is that the line ends
         return not continues_on_next_line
-    except (ValueError, RecursionError):
-        return True
     return True
 
 
