@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from config.data import DataConfig, RecordSourceOptions, Shards, Source, SyntheticChats
+from config.data import DataConfig, RecordSourceOptions, Shards, SyntheticChats
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents
 from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
@@ -113,21 +113,17 @@ def open_components(
         source = (
             ShardDocuments(section, split, key) if isinstance(section, Shards) else open_source(section, split, key)
         )
-        chat = open_chat(section, f"{key}.chat", processor)
+        chat: ChatRecords | None = None
+        if isinstance(section, RecordSourceOptions | SyntheticChats) and section.chat is not None:
+            on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
+            template_hash = hash_template_files(section.chat)
+            chat = ChatRecords(section.chat, f"{key}.chat", on_bad_row, template_hash, processor)
         components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))
     names = [component.name for component in components]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise ValueError(f"data.mixture: two entries are named {duplicate!r}; give each its own name")
     return components
-
-
-def open_chat(section: Source, key: str, processor: ImageProcessor | None = None) -> ChatRecords | None:
-    """What the records of a source mean as conversations; None: they are text."""
-    if not isinstance(section, RecordSourceOptions | SyntheticChats) or section.chat is None:
-        return None
-    on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
-    return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat), processor)
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:

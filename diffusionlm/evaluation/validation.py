@@ -157,7 +157,8 @@ class Validator:
         vocab_size = self.tokenizer.vocab_size
         ngrams: dict[str, float] = {}
         if self.config.validation.ngrams:
-            for order in sorted({2, max_order(vocab_size)}):
+            max_order = min(4, int(63 / np.log2(vocab_size)))  # whose n-gram codes fit into 63 bits
+            for order in sorted({2, max_order}):
                 model = NgramModel(tokens, order, vocab_size)
                 # A row starts without context, for the n-gram model as for the diffusion model.
                 logprobs = [np.log(model.probabilities(row.tokens_L[row.loss_mask_L].astype(np.int64))) for row in rows]
@@ -376,11 +377,6 @@ class NgramModel:
             shorter = result[length - 1 :]
             result[length - 1 :] = np.where(total > 0.0, discounted + backoff_weight * shorter, shorter)
         return result
-
-
-def max_order(vocab_size: int) -> int:
-    """Largest order, up to 4, whose n-gram codes fit into 63 bits."""
-    return min(4, int(63 / np.log2(vocab_size)))
 
 
 def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:

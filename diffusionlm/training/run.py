@@ -329,7 +329,8 @@ def _describe_files(
     state: TrainState, builder: ModelBuilder, config: TrainConfig, world: World, processor: ImageProcessor | None
 ) -> ModelFiles:
     whole_model = builder.build_on_meta() if world.mesh.is_divided else state.model
-    return ModelFiles(state.model, whole_model, config, world.run_on_first(builder.fingerprint_base), processor)
+    fingerprint = None if builder.adapter is None else world.run_on_first(builder.fingerprint_directory)
+    return ModelFiles(state.model, whole_model, config, fingerprint, processor)
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:

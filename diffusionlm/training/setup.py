@@ -206,10 +206,6 @@ class ModelBuilder:
         adapter.add_to(model, self.seed, device)
         return model.train()
 
-    def fingerprint_base(self) -> BaseFingerprint | None:
-        """Describe the weights that the adapter is for. None: there is no adapter."""
-        return None if self.adapter is None else self.fingerprint_directory()
-
     def fingerprint_directory(self) -> BaseFingerprint | None:
         """Describe the weights of the model directory, in whatever form ranks have them. None: there is none."""
         if self.directory is None:
