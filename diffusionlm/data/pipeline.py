@@ -303,11 +303,7 @@ class MixedRowReader:
     """Components start again, in a new order, until each was read to its end once. False: each is read once."""
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
-        """Read rows; a position holds tokens, passes and position of each component.
-
-        Raises:
-            ValueError: a component has no rows.
-        """
+        """Read rows; a position holds tokens, passes and position of each component."""
         states = (
             [_ComponentState(**state) for state in position] if position else [_ComponentState() for _ in self.readers]
         )

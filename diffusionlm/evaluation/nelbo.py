@@ -134,11 +134,7 @@ class NelboEstimator:
 
     @torch.no_grad()
     def run_forward(self, model: Transformer, index: int) -> NelboForwardSums:
-        """Run forward ``index`` of 0 ... `num_forwards` - 1.
-
-        Raises:
-            ValueError: the model's probabilities are not finite.
-        """
+        """Run forward ``index`` of 0 ... `num_forwards` - 1."""
         rows, sample = self._locate_forward(index)
         batch = self.batch.select(rows)
         masked_BL, weights_BL, fractions_BL = self._build_masks(batch, rows.start, sample)

@@ -102,9 +102,6 @@ class Validator:
         Args:
             processor: reads the images of conversations. None: images are refused.
             features: of images. None: none are stored.
-
-        Raises:
-            ValueError: there is no validation text.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
         self.training_components, self._processor, self._features = training_components, processor, features

@@ -223,11 +223,7 @@ class MetricsTracker:
             raise
 
     def add_step(self, metrics: StepMetrics, loaded: LoadedStep, due: set[Action]) -> None:
-        """Add the step that was launched last, and read, count and log what is due.
-
-        Raises:
-            ValueError: too many steps in a row were skipped.
-        """
+        """Add the step that was launched last, and read, count and log what is due."""
         metrics.start_copy()
         self._unread.append(metrics)
         self._log_waiting()

@@ -230,11 +230,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
 def build_train_state(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
 ) -> TrainState:
-    """Build the model, distribute it over the ranks, and build what updates it.
-
-    Raises:
-        ValueError: weights do not fit, or the parallel strategy or the optimizer is not available.
-    """
+    """Build the model, distribute it over the ranks, and build what updates it."""
     model = builder.build_on_meta() if config.parallel.has_collective_forwards else builder.build(device)
     num_tokens = (config.training.max_steps or 0) * config.training.batch_size * config.row_length
     runtime = config.runtime
@@ -284,9 +280,6 @@ def build_reference(
     the dtype of their products, in which it computes what the float32 model does. Under FSDP it is divided like the
     model. None: the loss compares with nothing, or with the trained model itself without its adapter, if that is all
     that is trained.
-
-    Raises:
-        ValueError: `rl.kl.model` is of another architecture.
     """
     is_base = config.lora is not None and not config.lora.trains_base
     if not config.has_reference or (is_base and config.reference_model is None):
@@ -362,11 +355,7 @@ def build_loader_spec(
     world: World,
     processor: ImageProcessor | None = None,
 ) -> LoaderSpec:
-    """The loader of this rank's part of each step.
-
-    Raises:
-        ValueError: ``training.batch_size`` is not divisible by the number of ranks.
-    """
+    """The loader of this rank's part of each step."""
     sequences_per_rank = config.sequences_per_rank(world.data_size)
     return LoaderSpec(
         config.data,

@@ -225,9 +225,6 @@ class ModelBuilder:
         store shards.
 
         Values of a directory are memory-mapped, so ranks of one machine share them.
-
-        Raises:
-            ValueError: the weights do not fit.
         """
         if self.directory is not None:
             if self.adapter is None:
@@ -332,11 +329,7 @@ def _collect_stop_tokens(
 def parallelize(
     model: Transformer, config: TrainConfig, world: World, device: torch.device, precision: torch.dtype
 ) -> Parallelism:
-    """Distribute the model over the ranks as ``[parallel]`` says; FSDP gathers weights in ``precision``.
-
-    Raises:
-        ValueError: the strategy is not available with this backend.
-    """
+    """Distribute the model over the ranks as ``[parallel]`` says; FSDP gathers weights in ``precision``."""
     parameters = dict(model.named_parameters())
 
     def is_whole(name: str) -> bool:

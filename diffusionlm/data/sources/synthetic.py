@@ -233,11 +233,7 @@ class SyntheticChatSource(SampledSource[Conversation]):
         return f"{self.config.kind}/{self.split}/{digest}"
 
     def sample_block(self, epoch: int, block: int) -> list[Conversation]:
-        """Sample the conversations of a block.
-
-        Raises:
-            ValueError: there are too few prompts for a validation split.
-        """
+        """Sample the conversations of a block."""
         rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
         return [self._sample(rng) for _ in range(self.block_size)]
 

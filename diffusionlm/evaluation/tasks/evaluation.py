@@ -62,9 +62,6 @@ def evaluate_task(
 
     Args:
         on_progress: called by a perplexity task, which has one result only.
-
-    Raises:
-        ValueError: the model's probabilities are not finite.
     """
     pending = [answer for answer in list_answers(task) if answer not in done]
     if isinstance(task, PreparedText):
@@ -267,9 +264,6 @@ class LiveEvaluation:
     def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
         """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call
         this, and get the same results, which do not depend on their number, up to rounding.
-
-        Raises:
-            ValueError: the model's probabilities are not finite; on every rank.
         """
         outcomes = []
         for task in self.tasks:

@@ -55,9 +55,6 @@ def read_items_of_file(task: ItemTask, path: Path) -> Iterator[TaskItem]:
 def select_items(items: list[TaskItem], task: ItemTask) -> list[TaskItem]:
     """Select ``item_ids``, and of these a random subset of ``limit``: those whose hash of seed and id is smallest, so
     that a larger limit adds items and takes none away.
-
-    Raises:
-        ValueError: an id does not exist.
     """
     if task.item_ids:
         unknown = sorted(set(task.item_ids) - {item.id for item in items})

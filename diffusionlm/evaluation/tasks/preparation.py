@@ -74,11 +74,7 @@ class PreparedItems:
         model: ModelConfig,
         processor: ImageProcessor | None = None,
     ) -> None:
-        """Find the chat template, and read the examples.
-
-        Raises:
-            ValueError: there is no chat template, or the file of the examples cannot be read.
-        """
+        """Find the chat template, and read the examples."""
         self.name, self.config, self.items = task.name or task.kind, task, items
         self.chat_template = _find_chat_template(task, tokenizer)
         self.prompt = task.prompt_config
@@ -94,11 +90,7 @@ class PreparedItems:
 
     @cached_property
     def requests(self) -> RequestBuilder:
-        """How answers are decoded.
-
-        Raises:
-            ValueError: the settings do not fit the model.
-        """
+        """How answers are decoded."""
         assert isinstance(self.config, GenerationTask), "a likelihood task decodes nothing"
         config = self.config.resolve_length()
         return RequestBuilder.from_config(
@@ -106,21 +98,13 @@ class PreparedItems:
         )
 
     def text(self, item: TaskItem) -> str:
-        """The prompt as a text, with examples and the beginning of the answer.
-
-        Raises:
-            ValueError: a template names a field that the item does not have.
-        """
+        """The prompt as a text, with examples and the beginning of the answer."""
         text = self._join_examples(item)
         prefix = self.answer_prefix(item)
         return f"{text}{self.delimiter}{prefix}" if prefix else text
 
     def messages(self, item: TaskItem) -> list[dict[str, Any]]:
-        """The prompt as a chat, without the beginning of the answer.
-
-        Raises:
-            ValueError: a template names a field that the item does not have.
-        """
+        """The prompt as a chat, without the beginning of the answer."""
         if item.messages:
             return [dict(message) for message in item.messages]
         system = [] if self.prompt.system is None else [{"role": "system", "content": self.prompt.system}]
@@ -152,11 +136,7 @@ class PreparedItems:
         return selected
 
     def build_request(self, item: TaskItem, repeat: int) -> PreparedRequest:
-        """Build the request of an answer to an item.
-
-        Raises:
-            ValueError: a field is missing, the chat template rejects the chat, or the prompt does not fit the model.
-        """
+        """Build the request of an answer to an item."""
         assert isinstance(self.config, GenerationTask)
         if self.config.fills_masks:
             prompt = self.requests.encode_spans(split_infill(self.text(item)))
@@ -167,11 +147,7 @@ class PreparedItems:
         return self.requests.prepare(prompt, draw_seed(self.config.seed, item.id, repeat), f"item {item.id!r}")
 
     def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[HealedText, tuple[tuple[int, ...], ...]]:
-        """Encode a prompt, with its images, and its possible continuations.
-
-        Raises:
-            ValueError: a field is missing, the chat template rejects the chat, or an image cannot be read.
-        """
+        """Encode a prompt, with its images, and its possible continuations."""
         files: list[RawImage] = []
         if self.chat_template is None:
             text, delimiter = self.text(item), self.delimiter

@@ -177,11 +177,7 @@ class TaskRun:
 
 
 def check_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that a run continues an earlier one; it may have more variants and tasks.
-
-    Raises:
-        ValueError: a variant or task is missing, or differs.
-    """
+    """Check that a run continues an earlier one; it may have more variants and tasks."""
     differences = []
     for name, tasks in old.items():
         for task, values in tasks.items():
@@ -204,9 +200,6 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
 
     A checkpoint's weight files have the same size as those before, and mostly the same ends: only the whole content
     tells them apart.
-
-    Raises:
-        ValueError: a file cannot be read, or there is no CUDA device where one is required.
     """
     folders = [directory, find_weights_directory(directory)]
     paths = [folder / name for folder in folders for name in CONFIG_FILES]

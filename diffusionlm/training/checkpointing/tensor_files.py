@@ -162,11 +162,7 @@ class StoredTensors:
         self.world.all_agree(lambda: self._read(shards))
 
     def read_whole(self, prefix: str) -> dict[str, Tensor]:
-        """Read the tensors whose keys begin with ``prefix``, on the CPU. The prefix is removed from the keys.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        """Read the tensors whose keys begin with ``prefix``, on the CPU. The prefix is removed from the keys."""
         keys = [key for key in self.shapes if key.startswith(prefix)]
         tensors = {key: torch.empty(self.shapes[key], dtype=self.dtypes[key]) for key in keys}
         self._read({key: TensorShard.whole(tensor) for key, tensor in tensors.items()})
