@@ -158,6 +158,12 @@ class NoisedBatch:
         num_rows = self.num_rows or len(indices_B)
         return self.first_row + indices_B % num_rows + (indices_B // num_rows << MAX_STEP_ROWS_LOG2)
 
+    def run(self, model: Callable[..., Any], **options: Any) -> Any:
+        """Run the model on the batch: its logits at the output positions, [N, V]; with ``loss_inputs`` their losses."""
+        return model(
+            self.inputs_BS, pattern=self.pattern, images=self.images, output_positions=self.positions_N, **options
+        )
+
     def split_terms(self) -> list[NoisedBatch]:
         """The batch with the weights of masked tokens alone, and with those of the next-token loss, if it has both."""
         if self.is_next_token_N is None:

@@ -237,14 +237,7 @@ def compute_masked_nll(
     noised = noised.to(model.lm_head.weight.device)
     loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)
     with nvtx.annotate("likelihood: forward"):
-        output = model(
-            noised.inputs_BS,
-            pattern=noised.pattern,
-            images=noised.images,
-            output_positions=noised.positions_N,
-            loss_inputs=loss_inputs,
-        )
-    nll_N = output.nll_N.double().cpu().numpy()
+        nll_N = noised.run(model, loss_inputs=loss_inputs).nll_N.double().cpu().numpy()
     check_finite(~np.isnan(nll_N))
     nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)

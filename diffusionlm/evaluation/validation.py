@@ -309,12 +309,7 @@ def measure_masked_token_accuracy(
             model.lm_head.weight.device
         )
         with nvtx.annotate("masked accuracy: forward"):
-            logits_NV = model(
-                noised.inputs_BS,
-                pattern=noised.pattern,
-                images=noised.images,
-                output_positions=noised.positions_N,
-            ).float()
+            logits_NV = noised.run(model).float()
         logits_NV[:, model.config.required_mask_token_id] = float("-inf")
         is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]
         num_majority = 0 if majority_token is None else int((noised.targets_N == majority_token).sum())
