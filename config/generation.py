@@ -139,12 +139,17 @@ class GenerationConfig(StrategyOptions):
     one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
     reinforcement learning needs. The same at temperature 0."""
     speculation: Literal["none", "two_forwards", "one_forward"] = "none"
-    """Lossless speculative decoding: the text of next-token decoding (block_length = 1) with the same seed, in fewer
-    forwards. The model drafts tokens by masks and verifies them as committed text; those up to the first wrong one are
-    committed, and one more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once
-    (I-DLM, arXiv 2604.11035)."""
+    """Lossless speculative decoding: the text of next-token decoding (block_length = 1) in fewer forwards. The model
+    drafts tokens by masks and verifies them as committed text; those up to the first wrong one are committed, and one
+    more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once (I-DLM, arXiv
+    2604.11035)."""
     draft_length: PositiveInt | None = None
-    """Tokens that are drafted at a time; it does not change the text. None: 4."""
+    """Tokens that are drafted at a time; with keyed acceptance they do not change the text. None: 4."""
+    acceptance: Literal["keyed", "rejection"] = "keyed"
+    """How sampled drafts are verified; greedy ones are right or wrong. keyed: a verified token is the seeded one. The
+    text is that of next-token decoding with the same seed. rejection: a draft d is accepted with probability
+    min(1, p(d) / q(d)) (Leviathan et al. 2023, arXiv 2211.17192). More drafts are accepted; the text has the same
+    distribution, but also depends on the drafter and draft_length."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""
@@ -186,11 +191,13 @@ class GenerationConfig(StrategyOptions):
 
     def _check_speculation(self) -> None:
         if self.speculation == "none":
-            if self.draft_length is not None:
-                raise ValueError(
-                    f"draft_length = {self.draft_length} has no effect without speculation: remove it, or set "
-                    'speculation = "two_forwards" or "one_forward"'
-                )
+            for key in ("draft_length", "acceptance"):
+                own = getattr(self, key)
+                if own != type(self).model_fields[key].get_default():
+                    raise ValueError(
+                        f"{key} = {format_value(own)} has no effect without speculation: remove it, or set "
+                        'speculation = "two_forwards" or "one_forward"'
+                    )
             return
         for key, value in SPECULATION_KEYS.items():
             own = getattr(self, key)

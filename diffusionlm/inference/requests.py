@@ -141,6 +141,8 @@ class Predictions:
     top_logprobs_NT: NDArray[np.float64]
     choice_logprobs: tuple[tuple[float, ...], ...] = ()
     """Of the choices of each span of a read."""
+    draft_probs: tuple[Tensor, ...] = ()
+    """Distributions, [V], of the tokens that the forward has drafted, on its device, if rejection verifies them."""
 
 
 class ActiveRequest:
@@ -347,7 +349,7 @@ class ActiveRequest:
         self.is_prepared, length = False, len(self.tokens_L)
         self.choice_logprobs = predictions.choice_logprobs
         if self.speculation is not None:
-            count = self.speculation.accept(predictions.tokens_N, self._stop_token_ids)
+            count = self.speculation.accept(predictions.tokens_N, self._stop_token_ids, predictions.draft_probs)
             self.cached_length += max(0, count - 1)  # the last token has no keys yet
             is_selected_M = is_committed_N = np.arange(len(predictions.tokens_N)) < count
         elif self._strategy.measure is None:

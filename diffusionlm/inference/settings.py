@@ -67,6 +67,12 @@ class DecodingSettings:
         return self.config.speculation != "none"
 
     @property
+    def rejects_drafts(self) -> bool:
+        """Drafts are verified by rejection sampling. Without a temperature nothing is drawn, and the most probable
+        tokens are compared."""
+        return self.config.acceptance == "rejection" and self.temperature > 0.0
+
+    @property
     def placeholder_token_id(self) -> int:
         """Token at masked positions: the mask token. An autoregressive model never reads it and needs none.
 

@@ -7,8 +7,10 @@ the row before it, a committed token or a draft; a *drafted* position by a noisy
 drafts, masks]``; the new drafts continue a text in which all earlier ones are right, so they are dropped if one was
 wrong.
 
-Tokens of both kinds are sampled with the same random number for a position, so the text does not depend on the drafts:
-a token is committed only if it was predicted after committed text ("drafter-invariant", arXiv 2408.07978).
+A token is committed only if it was predicted after committed text. With ``acceptance = "keyed"`` tokens of both kinds
+are sampled with the same random number for a position, so the text does not depend on the drafts ("drafter-invariant",
+arXiv 2408.07978). With ``rejection`` a verified token is the draft itself or a sample of the residual distribution
+(`sampling.rejection`), so drafts are kept with the probabilities that they were sampled from.
 
 Keys and values of drafts and masks that do not become text are written again, by the forward that reads their
 positions next.
@@ -16,10 +18,11 @@ positions next.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from diffusionlm.inference.settings import DecodingSettings
 
@@ -43,6 +46,9 @@ class SpeculationState:
         self._noisy_shift = settings.noisy_output_shift
         self.tokens: NDArray[np.int64] = np.zeros(0, np.int64)
         """Drafts of the positions from ``start`` on."""
+        self.probs: Sequence[Tensor] = ()
+        """Distribution over the vocabulary that each was sampled from, on the model's device; empty without
+        rejection."""
 
     def plan_forward(self, start: int, end: int) -> NDArray[np.int64]:
         """Plan the next forward; returns the positions that it predicts, [N].
@@ -88,11 +94,17 @@ class SpeculationState:
         drafted_L[self.start : self.start + len(self.tokens)] = self.tokens
         return drafted_L
 
-    def accept(self, tokens_N: NDArray[np.int64], stop_token_ids: Collection[int]) -> int:
+    def accept(
+        self, tokens_N: NDArray[np.int64], stop_token_ids: Collection[int], draft_probs: Sequence[Tensor] = ()
+    ) -> int:
         """Compare the drafts with the tokens that the forward has predicted, and keep its new drafts if all were right;
-        returns the number of tokens to commit: those up to the first one that differs, or up to a stop token."""
+        returns the number of tokens to commit: those up to the first one that differs, or up to a stop token.
+
+        Args:
+            draft_probs: of the new drafts (`Predictions.draft_probs`).
+        """
         verified_V, drafted_D = np.split(tokens_N, [self.num_verified])
         num_right = int((verified_V[:-1] == self.tokens).cumprod().sum()) if self.num_verified else 0
-        self.tokens = drafted_D if num_right == len(self.tokens) else drafted_D[:0]
+        self.tokens, self.probs = (drafted_D, draft_probs) if num_right == len(self.tokens) else (drafted_D[:0], ())
         committed = verified_V[: num_right + 1].tolist()
         return next((count for count, token in enumerate(committed, 1) if token in stop_token_ids), len(committed))
