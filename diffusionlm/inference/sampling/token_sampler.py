@@ -31,6 +31,7 @@ from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.tensors import copy_to_device
 
 ChooseTokens = Callable[[Tensor, Tensor | None], Tensor]
+"""Chooses tokens from probabilities, [N, V], and uniforms, [N] or None, like `choose_tokens`."""
 
 
 class TokenSampler:

@@ -3,7 +3,7 @@ texts among other requests."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import product
@@ -118,7 +118,7 @@ def find_cells(law: Law, draft: tuple[int, Law] | None) -> list[tuple[Cell, floa
 
 
 def corners(cell: Cell) -> list[tuple[float, ...]]:
-    return list(product(*({low, high} if low == high else (low + EDGE, high - EDGE) for low, high in cell)))
+    return list(product(*((low,) if low == high else (low + EDGE, high - EDGE) for low, high in cell)))
 
 
 class TextEnumerator:
@@ -133,7 +133,7 @@ class TextEnumerator:
 
     def compute_law(self) -> dict[Text, float]:
         """Probability of each text."""
-        law: Counter[Text] = Counter()
+        law: defaultdict[Text, float] = defaultdict(float)
         pending: dict[tuple[Text, Text], tuple[float, SpeculationState, list[Law]]] = {}
         pending[(), ()] = 1.0, SpeculationState(self._settings), []
         while pending:
@@ -193,7 +193,7 @@ class TextEnumerator:
         for result in self._sampler.sample_predictions(LogitRows(logits_NV, requests)):
             assert not isinstance(result, ValueError)
             results.append(result)
-        tokens = []
+        tokens: list[list[int]] = []
         for row, own in enumerate(cells):
             sampled = iter(int(result.tokens_N[row]) for result in results)
             tokens.append([])
