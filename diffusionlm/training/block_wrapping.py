@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config.training.runtime import RuntimeConfig
+from diffusionlm.models.adapter_inputs import AdapterDropout
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.layers import RotaryTables, compute_dtype
-from diffusionlm.models.lora import AdapterDropout, find_dropout
+from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.moe import MoE, RoutingLog
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
