@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -141,8 +142,7 @@ class InputLayout:
             noise = self.mask_token if replacement_tokens_BL is None else torch.from_numpy(replacement_tokens_BL)
             inputs, pattern = torch.where(masked, noise, batch.tokens_BL), Bidirectional(documents_BL)
             if self.bias is not None:
-                L = batch.tokens_BL.shape[1]
-                pattern = DenseBias(self.bias[..., :L, :L], documents_BL)
+                pattern = DenseBias(self.bias[..., : masked.shape[1], : masked.shape[1]], documents_BL)
             elif self.has_independent_blocks:
                 assert self.block_length is not None
                 pattern = PromptAndOwnBlock(self.block_length, find_prompts(batch), documents_BL)
@@ -168,6 +168,7 @@ class InputLayout:
             batch.segment_BL,
             is_eos_padding_N=None if is_padding_BL is None else is_padding_BL.flatten()[masked_indices_N],
             images=images,
+            masked_BS=None if self.is_autoregressive else F.pad(masked, (0, inputs.shape[1] - masked.shape[1])),
         )
 
     def add_clean_outputs(

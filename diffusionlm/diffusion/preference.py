@@ -304,6 +304,7 @@ def compute_nll(model: Transformer, noised_batch: NoisedBatch, loss_inputs: Loss
         noised_batch.inputs_BS,
         pattern=noised_batch.pattern,
         images=noised_batch.images,
+        masked_BL=noised_batch.masked_BS,
         output_positions=noised_batch.positions_N,
         loss_inputs=loss_inputs,
     )

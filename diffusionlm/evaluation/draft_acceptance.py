@@ -60,7 +60,11 @@ def measure_draft_acceptance(
         both = layout.add_clean_outputs(noised, own, is_draft.astype(np.float64)).to(model.lm_head.weight.device)
         with nvtx.annotate("draft acceptance: forward"):
             logits = model(
-                both.inputs_BS, pattern=both.pattern, images=both.images, output_positions=both.positions_N
+                both.inputs_BS,
+                pattern=both.pattern,
+                images=both.images,
+                masked_BL=both.masked_BS,
+                output_positions=both.positions_N,
             ).float()
         logits[:, model.config.required_mask_token_id] = -torch.inf
         is_clean = (both.on_host or both).is_next_token_N

@@ -246,6 +246,7 @@ def compute_masked_nll(
             noised.inputs_BS,
             pattern=noised.pattern,
             images=noised.images,
+            masked_BL=noised.masked_BS,
             output_positions=noised.positions_N,
             loss_inputs=loss_inputs,
         )

@@ -323,6 +323,7 @@ def measure_masked_token_accuracy(
                 noised.inputs_BS,
                 pattern=noised.pattern,
                 images=noised.images,
+                masked_BL=noised.masked_BS,
                 output_positions=noised.positions_N,
             ).float()
         logits_NV[:, model.config.required_mask_token_id] = float("-inf")

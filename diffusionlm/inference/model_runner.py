@@ -218,13 +218,16 @@ class ModelRunner:
             torch.from_numpy(np.concatenate([text.input_tokens for text in texts]))[None], device
         )
         images = join_images(self._model, batch.sequences, [text.images for text in texts])
-        adapters = [text.adapter for text in texts]
+        adapters, masked_Q = [text.adapter for text in texts], np.concatenate([text.masked_inputs for text in texts])
         if not any(adapters):
             self._model.keeps_vocabulary_shards = keeps_shards
-            return self._model(tokens_1Q, pattern=batch, images=images)
+            masked_1Q = None
+            if self._model.masked_rows is not None:
+                masked_1Q = copy_to_device(torch.from_numpy(masked_Q)[None], device)
+            return self._model(tokens_1Q, pattern=batch, images=images, masked_BL=masked_1Q)
         assert self._adapted is not None, "prepare_adapter precedes"
         self._adapted.model.keeps_vocabulary_shards = keeps_shards
-        with self._adapted.rows.adapters_context(batch, adapters, device):
+        with self._adapted.rows.adapters_context(batch, adapters, masked_Q, device):
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
     def _texts(self, item: ScheduledRequest, number: int) -> Iterator[InputText]:
@@ -262,12 +265,15 @@ class ModelRunner:
             outputs=outputs if item.is_decoded else outputs[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.input_tokens_L
+        adapter, masked_L = request.adapter, request.masked_inputs_L
+        if adapter is not None and adapter.acts_on_masks and not masked_L[item.start : item.end].any():
+            adapter = None
         if request.mrope_positions_3L is None:
-            return InputText(tokens_L, sequence, request.adapter)
+            return InputText(tokens_L, sequence, adapter, masked_L=masked_L)
         images = () if number else request.options.images
         features = [(placed.start, request.image_features.get(placed.image.digest)) for placed in images]
         read = tuple((start, features_EFD) for start, features_EFD in features if features_EFD is not None)
-        return InputText(tokens_L, sequence, request.adapter, TextImages(request.mrope_positions_3L, read))
+        return InputText(tokens_L, sequence, adapter, TextImages(request.mrope_positions_3L, read), masked_L)
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""

@@ -260,13 +260,23 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        adapter = None if self.adapter is None else self.adapter.number
+        changes_text = self.adapter is not None and not self.adapter.acts_on_masks
+        adapter = self.adapter.number if self.adapter is not None and changes_text else None
         return repr((self.settings.block_causal_length, adapter, self.options.cache_salt)).encode()
 
     @property
     def input_tokens_L(self) -> NDArray[np.int64]:
         """What forwards read: the text, with drafts of speculation in place of masks."""
         return self.tokens_L if self.speculation is None else self.speculation.place(self.tokens_L)
+
+    @property
+    def masked_inputs_L(self) -> NDArray[np.bool_]:
+        """True where forwards read a mask. In blocks of one token none do: an output is that of the token before."""
+        if self.speculation is not None:
+            return self.is_masked_L & (np.arange(len(self.tokens_L)) >= self.speculation.first_mask)
+        if self.settings.block_causal_length == 1 and self.settings.output_shift:
+            return np.zeros_like(self.is_masked_L)
+        return self.is_masked_L
 
     def output_rows(self) -> NDArray[np.int64]:
         """Inputs whose outputs predict `output_positions`, [N]."""

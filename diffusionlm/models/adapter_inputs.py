@@ -1,4 +1,4 @@
-"""What low-rank adapters read of the inputs of a forward: all of them, without those that dropout leaves out."""
+"""What low-rank adapters read of the inputs of a forward: all, those that dropout keeps, or masked positions alone."""
 
 from __future__ import annotations
 
@@ -44,3 +44,26 @@ class AdapterDropout:
         """Mask of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: dropout is off."""
         tokens = self._tokens if x.dim() == 3 else self.output_tokens
         return None if tokens is None else dropout_mask(tokens, key, x.shape[-1], self.probability)
+
+
+class MaskedRows:
+    """The masked positions of a model's current forward, on which adapters with ``positions = "masks"`` act.
+
+    Each forward sets them. They stay until the next one, because activation checkpointing reads them in the backward.
+    """
+
+    inputs_T1: Tensor | None = None
+    """True at masked inputs, flat. None: there are none."""
+    outputs_P1: Tensor | None = None
+    """The same at the output positions."""
+
+    def set(self, masked_BL: Tensor | None, output_positions: Tensor | None) -> None:
+        """Set them; arguments are those of `Transformer.forward`."""
+        self.inputs_T1 = self.outputs_P1 = None
+        if masked_BL is not None:
+            self.inputs_T1 = masked_BL.reshape(-1, 1)
+            self.outputs_P1 = self.inputs_T1 if output_positions is None else self.inputs_T1[output_positions]
+
+    def of(self, x: Tensor) -> Tensor | None:
+        """Those of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: there are none."""
+        return self.inputs_T1 if x.dim() == 3 else self.outputs_P1

@@ -125,14 +125,18 @@ class _CopySequence:
         computed = [copies[indices[0]] for indices in readers]
         clean_tokens, lengths = computed[0].clean_tokens, [len(copy.tokens) for copy in computed]
         self.tokens_Q = np.concatenate([clean_tokens, *(copy.tokens for copy in computed)])
+        self.masked_Q = np.zeros(len(self.tokens_Q), np.bool_)
+        """True at masked positions."""
         self.num_context, self.images = computed[0].num_context, computed[0].images
         # Output i - 1 predicts token i if outputs are shifted. The output before a block is a clean one.
         shift = int(layout.alignment == "shifted")
         outputs = []
         ends = len(clean_tokens) + np.cumsum(lengths)
         for copy, end in zip(computed, ends.tolist(), strict=True):
-            offsets = copy.masked_positions - copy.start - shift
-            outputs.append(np.where(offsets < 0, copy.start - shift, end - len(copy.tokens) + offsets))
+            first, offsets = end - len(copy.tokens), copy.masked_positions - copy.start - shift
+            if not layout.is_autoregressive:
+                self.masked_Q[first + offsets + shift] = True
+            outputs.append(np.where(offsets < 0, copy.start - shift, first + offsets))
         self.outputs_N, indices = np.unique(np.concatenate(outputs), return_inverse=True)
         parts = np.split(indices, np.cumsum([len(part) for part in outputs])[:-1])
         self.rows = {index: part for own, part in zip(readers, parts, strict=True) for index in own}
@@ -171,9 +175,14 @@ def _compute_logits(model: Transformer, layout: InputLayout, batch: Sequence[_Co
             tokens.append(np.where(part.slice.input_positions < part.num_context, layout.mask_token, part.tokens_Q))
             slices.append(replace(part.slice))
             images.append(None if part.images is None else replace(part.images, features=()))
-    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(tokens))[None], model.lm_head.weight.device)
+    masked_Q = np.concatenate([part.masked_Q for part in batch] * (len(tokens) // len(batch)))
+    tokens_1Q, masked_1Q = (
+        copy_to_device(torch.from_numpy(values_Q)[None], model.lm_head.weight.device)
+        for values_Q in (np.concatenate(tokens), masked_Q)
+    )
+    all_images = join_images(model, slices, images)
     with nvtx.annotate("likelihood: forward"):
-        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices), images=join_images(model, slices, images))
+        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices), images=all_images, masked_BL=masked_1Q)
     if scale == 0.0:
         return logits_NV
     conditional_NV, unconditional_NV = logits_NV.double().chunk(2)

@@ -82,6 +82,11 @@ class SpeculationState:
         rows_N: NDArray[np.int64] = self.start + np.arange(len(shifts_N)) - shifts_N
         return rows_N
 
+    @property
+    def first_mask(self) -> int:
+        """First position with neither a committed token nor a draft."""
+        return self.start + len(self.tokens)
+
     def place(self, tokens_L: NDArray[np.int64]) -> NDArray[np.int64]:
         """The text with the drafts in place of masks, [L]."""
         drafted_L = tokens_L.copy()
