@@ -260,8 +260,8 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        changes_text = self.adapter is not None and not self.adapter.acts_on_masks
-        adapter = self.adapter.number if self.adapter is not None and changes_text else None
+        # Of an adapter of masks they are the base's: no mask is cached.
+        adapter = None if self.adapter is None or self.adapter.acts_on_masks else self.adapter.number
         return repr((self.settings.block_causal_length, adapter, self.options.cache_salt)).encode()
 
     @property
