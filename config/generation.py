@@ -40,7 +40,8 @@ def _strategy_keys() -> dict[str, Any]:
     rules = "; ".join(f"{name} ({cls.family.name}): {cls.summary().rstrip('.')}" for name, cls in STRATEGIES.items())
     description = (
         "Which positions are committed after a forward. m masks are left in the block, S steps are scheduled for it. "
-        f"{rules}. None: low_confidence_dynamic for SDAR models, entropy for Dream models, else low_confidence."
+        f"{rules}. None: low_confidence_dynamic for SDAR models, entropy for Dream, threshold for "
+        "Nemotron-Labs-Diffusion, else low_confidence."
     )
     strategy_names = Literal[tuple(STRATEGIES)] | None  # type: ignore[valid-type]
     uses: dict[str, dict[str, FieldInfo]] = {}
@@ -138,6 +139,10 @@ class GenerationConfig(StrategyOptions):
     """Token whose probability is the confidence of a masked position, for strategies that use it. sampled: the proposed
     one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
     reinforcement learning needs. The same at temperature 0."""
+    next_token_first: bool | None = None
+    """The first new token of each block is the next-token choice of committed text, by one forward more, before the
+    block's masks are read (Nemotron-Labs-Diffusion); not for infilling. Needs blocks of several tokens of a model with
+    clean_alignment. None: true for Nemotron-Labs-Diffusion, else false."""
     speculation: Literal["none", "two_forwards", "one_forward"] = "none"
     """Lossless speculative decoding: the text of next-token decoding (block_length = 1) with the same seed, in fewer
     forwards. The model drafts tokens by masks and verifies them as committed text; those up to the first wrong one are
@@ -243,6 +248,7 @@ SPECULATION_KEYS: Mapping[str, object] = {
     "steps": None,
     "attention_bias": None,
     "cfg_scale": 0.0,
+    "next_token_first": None,
 }
 """Keys that have one value with speculation: that of next-token decoding."""
 

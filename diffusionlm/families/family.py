@@ -95,6 +95,8 @@ class ModelFamily:
     """Ends of a chat turn and of a text, used where no file names more than these."""
     default_strategy: str = "low_confidence"
     """Decoding strategy where the config names none."""
+    next_token_first: bool = False
+    """Default of `GenerationConfig.next_token_first`."""
 
     activation_key: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = ("silu",)

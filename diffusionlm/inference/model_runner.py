@@ -88,7 +88,7 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         state = request.speculation
         start, end = min(request.cached_length, state.start - 1), state.block_end
         return ScheduledRequest(request, start, end, end, state.num_final, noisy_start=state.block_start)
-    config, length, shift = request.settings.config, len(request.tokens_L), request.settings.output_shift
+    config, length, shift = request.settings.config, len(request.tokens_L), request.output_shift
     block_length, block_positions = request.settings.block_causal_length, request.blocks[0].positions
     block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
     first_output = max(0, int(request.output_positions[0]) - shift)
@@ -99,8 +99,10 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         num_visible = min(segments.block_end(last_start, block_length), length)
         if block_length == 1 and shift:
             num_visible = last_start  # No output that is computed attends to the token itself.
-        start = min(request.cached_length, first_output) if request.uses_cache else 0
         noisy_start = block_start if request.settings.has_noisy_blocks else None
+        if request.blocks[0].is_next_token:
+            num_visible, noisy_start = int(block_positions[0]), None
+        start = min(request.cached_length, first_output) if request.uses_cache else 0
         return ScheduledRequest(request, start, num_visible, num_visible, block_start, noisy_start=noisy_start)
     num_visible = block_end if config.canvas == "growing" else length
     if not request.uses_cache or request.needs_prefill:
@@ -130,14 +132,14 @@ def schedule_prompt_part(request: ActiveRequest, num_tokens: int) -> ScheduledRe
 
 def count_final_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose keys and values the next step does not compute anew."""
-    first_output = max(0, int(request.output_positions[0]) - request.settings.output_shift)
+    first_output = max(0, int(request.output_positions[0]) - request.output_shift)
     return min(schedule_step(request).cached_length, first_output)
 
 
 def count_unchanging_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
     step reads the position before the block again."""
-    return max(0, request.cached_length - request.settings.output_shift)
+    return max(0, request.cached_length - request.output_shift)
 
 
 class ModelRunner:

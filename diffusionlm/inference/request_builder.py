@@ -236,7 +236,7 @@ def _prepare(
         masks = [settings.placeholder_token_id] * (canvas_length - len(token_ids))
         canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
         masked_positions = np.arange(len(token_ids), canvas_length)
-    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments))
+    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments, is_infill=options.is_infill))
     if options.is_read and blocks:
         blocks = (DecodingBlock(masked_positions, (len(masked_positions),)),)
     request = PreparedRequest(settings, options, seed, canvas_L, masked_positions, blocks, text_length)
@@ -276,7 +276,8 @@ def prepare_prompt_scoring(
     Raises:
         ValueError: the text is longer than the model's context, or a token id is outside the vocabulary.
     """
-    model, keys = settings.model, ("attention", "attention_bias", "block_length", "block_origin", "canvas")
+    keys = ("attention", "attention_bias", "block_length", "block_origin", "canvas", "next_token_first")
+    model = settings.model
     _check_length(len(token_ids), settings, "shorten the text")
     check_token_ids(token_ids, model)
     config = GenerationConfig(remasking_strategy="sequential", **{key: getattr(settings.config, key) for key in keys})

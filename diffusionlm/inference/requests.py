@@ -268,11 +268,17 @@ class ActiveRequest:
         """What forwards read: the text, with drafts of speculation in place of masks."""
         return self.tokens_L if self.speculation is None else self.speculation.place(self.tokens_L)
 
+    @property
+    def output_shift(self) -> int:
+        """1 if output i - 1 predicts token i of the current block."""
+        is_next_token = bool(self.blocks) and self.blocks[0].is_next_token
+        return int(is_next_token or self.settings.output_shift)
+
     def output_rows(self) -> NDArray[np.int64]:
         """Inputs whose outputs predict `output_positions`, [N]."""
         if self.speculation is not None:
             return self.speculation.output_rows()
-        return self.output_positions - self.settings.output_shift
+        return self.output_positions - self.output_shift
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone. With speculation the

@@ -69,6 +69,8 @@ def check_trainable(settings: DecodingSettings) -> None:
     check_plain_distributions(settings, temperatures=(1.0,))
     if config.min_new_tokens:
         raise ValueError(f"min_new_tokens = {config.min_new_tokens} forbids stop tokens at first: remove it")
+    if config.next_token_first:
+        raise ValueError("next_token_first = true commits tokens of the clean half, which no replay scores: set false")
     if strategy.can_remask:
         raise ValueError(
             f'remasking_strategy = "{strategy.name}" masks tokens again, which no replay scores: use another'

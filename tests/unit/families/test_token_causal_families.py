@@ -55,7 +55,7 @@ def test_defaults_of_nemotron(tmp_path: Path) -> None:
     assert (config.mask_token_id, config.block_length, config.eos_token_id) == (100, 32, 11)
     assert (config.logit_alignment, config.clean_alignment) == ("same_position", "shifted")
     assert (config.head_dim, config.rms_norm_eps, config.tie_word_embeddings) == (128, 1e-5, False)
-    assert get_family(config).default_strategy == "low_confidence_dynamic"
+    assert get_family(config).default_strategy == "threshold"
     assert isinstance(config.rope_scaling, YarnRope)
     assert (config.rope_scaling.attention_scaling, config.rope_scaling.llama_4_scaling_beta) == (1.0, 0.1)
     written = build_config_json(config, torch.bfloat16)
