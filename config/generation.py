@@ -41,7 +41,7 @@ def _strategy_keys() -> dict[str, Any]:
     description = (
         "Which positions are committed after a forward. m masks are left in the block, S steps are scheduled for it. "
         f"{rules}. None: low_confidence_dynamic for SDAR models, entropy for Dream, threshold for "
-        "Nemotron-Labs-Diffusion, else low_confidence."
+        "Nemotron-Labs-Diffusion, penalized_entropy for WeDLM, else low_confidence."
     )
     strategy_names = Literal[tuple(STRATEGIES)] | None  # type: ignore[valid-type]
     uses: dict[str, dict[str, FieldInfo]] = {}

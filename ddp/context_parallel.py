@@ -112,7 +112,7 @@ class PatternShard:
         return length * self.axis.size
 
     def default_positions(self, length: int, device: torch.device | str) -> Tensor:
-        return self.select(self.whole.default_positions(self.num_keys(length), device), dim=0)
+        return self.select(self.whole.default_positions(self.num_keys(length), device), dim=-1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals | None:
         """Ranges of keys of this rank's queries, each int64 [B or 1, I, R]."""

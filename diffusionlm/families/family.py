@@ -35,7 +35,7 @@ GEMMA_OPTIONS_OFF: Options = {
 }
 DENSE_OPTIONS: Options = {**GEMMA_OPTIONS_OFF, "num_experts": 0}
 
-_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "block_length")
+_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "noisy_attention", "block_length")
 _MOE_KEYS = {
     "num_experts",
     "num_experts_per_tok",

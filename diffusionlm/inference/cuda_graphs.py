@@ -352,7 +352,7 @@ def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
 def _find_num_queries(sequences: Sequence[SequenceSlice]) -> int | None:
     """Inputs of a part: a block of block-causal attention, and with bidirectional attention the bucket of what the
     longest text reads. None: the sequences have no graph."""
-    if any(sequence.pages is None for sequence in sequences):
+    if any(sequence.pages is None or sequence.position_ids is not None for sequence in sequences):
         return None
     if all(isinstance(sequence.pattern, Bidirectional) for sequence in sequences):
         bucket = bisect_left(BUCKETS, max(sequence.num_inputs for sequence in sequences))

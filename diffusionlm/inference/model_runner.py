@@ -238,10 +238,10 @@ class ModelRunner:
             return
         sequence, outputs = text.sequence, text.sequence.outputs
         assert outputs is not None
-        is_causal = item.request.settings.model.noisy_attention == "token"
+        is_causal = item.request.settings.model.noisy_attention != "block"
         if sequence.pages is None:
             pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
-            yield replace(text, sequence=replace(sequence, pattern=pattern))
+            yield _order_inputs(replace(text, sequence=replace(sequence, pattern=pattern)), item)
             return
         if item.start < middle:
             own = outputs[outputs < middle]
@@ -249,7 +249,8 @@ class ModelRunner:
         if middle < item.end:
             own = outputs[outputs >= middle]
             noisy_pattern = CAUSAL if is_causal else BIDIRECTIONAL
-            yield replace(text, sequence=replace(sequence, start=middle, pattern=noisy_pattern, outputs=own))
+            noisy = replace(sequence, start=middle, pattern=noisy_pattern, outputs=own)
+            yield _order_inputs(replace(text, sequence=noisy), item)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
@@ -284,6 +285,19 @@ class ModelRunner:
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._get_pattern(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern
+
+
+def _order_inputs(text: InputText, item: ScheduledRequest) -> InputText:
+    """The same inputs, those of a noisy block in the order in which its keys are visible: with ``visible_first`` its
+    tokens precede its masks, each with its own position id (WeDLM)."""
+    if item.request.settings.model.noisy_attention != "visible_first":
+        return text
+    sequence, middle = text.sequence, item.noisy_start
+    assert sequence.outputs is not None and middle is not None
+    order_L = np.arange(item.end)
+    order_L[middle:] = middle + item.request.is_masked_L[middle : item.end].argsort(kind="stable")
+    outputs, ids = order_L.argsort()[sequence.outputs], order_L[sequence.start :]
+    return replace(text, tokens_L=text.tokens_L[order_L], sequence=replace(sequence, outputs=outputs, position_ids=ids))
 
 
 def build_pattern(settings: DecodingSettings) -> AttentionPattern:

@@ -388,6 +388,7 @@ class ActiveRequest:
             DecodeState(
                 confidence_M=confidence_M,
                 is_masked_M=self.is_masked_L[self._candidate_positions],
+                positions_M=self._candidate_positions,
                 uniforms_M=uniforms_M,
                 schedule_value=schedule[self.step],
                 step=self.step,

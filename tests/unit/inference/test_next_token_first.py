@@ -209,7 +209,7 @@ def test_defaults_of_nemotron() -> None:
     model = table_config(4, 64, model_type="nemotron_labs_diffusion", **shape)
     config = resolve_settings(GenerationConfig(), model).config
     assert (config.next_token_first, config.temperature, config.remasking_strategy) == (True, 0.0, "threshold")
-    assert (config.confidence_threshold, config.confidence_from) == (0.9, "unfiltered")
+    assert config.model_dump()["confidence_threshold"] == 0.9 and config.confidence_from == "unfiltered"
     assert resolve_settings(config, model).config == config
     for values in ({"speculation": "one_forward"}, {"block_length": 1}):
         assert resolve_settings(GenerationConfig(**values), model).config.next_token_first is None
