@@ -206,7 +206,7 @@ def prepare_request(
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
             a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, a canvas
             is to be filled and the model has no mask token, an option is wrong, no text fits the constraints, or a
-            canvas or a constraint is used with speculation.
+            canvas is used with speculation.
     """
     _check_options(options, settings.model)
     with prefix_errors(label or ("canvas 0" if options.is_infill else "prompt 0")):
@@ -216,10 +216,10 @@ def prepare_request(
 def _prepare(
     settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
 ) -> PreparedRequest:
-    if settings.has_speculation and (options.is_infill or any(options.constraints)):
+    if settings.has_speculation and options.is_infill:
         raise ValueError(
-            f'speculation = "{settings.config.speculation}" continues prompts, and has no '
-            f"{'infilling' if options.is_infill else 'constraints'}: remove it for this request"
+            f'speculation = "{settings.config.speculation}" continues prompts, and has no infilling: remove it for '
+            "this request"
         )
     if options.is_read:
         settings = resolve_read_settings(settings)
