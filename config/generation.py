@@ -138,13 +138,14 @@ class GenerationConfig(StrategyOptions):
     """Token whose probability is the confidence of a masked position, for strategies that use it. sampled: the proposed
     one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
     reinforcement learning needs. The same at temperature 0."""
-    speculation: Literal["none", "two_forwards", "one_forward"] = "none"
+    speculation: Literal["none", "two_forwards", "one_forward", "auto"] = "none"
     """Lossless speculative decoding: the text of next-token decoding (block_length = 1) with the same seed, in fewer
     forwards. The model drafts tokens by masks and verifies them as committed text; those up to the first wrong one are
     committed, and one more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once
-    (I-DLM, arXiv 2604.11035)."""
+    (I-DLM, arXiv 2604.11035). auto: one_forward with as many drafts, from 0 to draft_length, as measured times and
+    acceptance make fastest."""
     draft_length: PositiveInt | None = None
-    """Tokens that are drafted at a time; it does not change the text. None: 4."""
+    """Tokens that are drafted at a time, with "auto" at most; it does not change the text. None: 4."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""
@@ -189,7 +190,7 @@ class GenerationConfig(StrategyOptions):
             if self.draft_length is not None:
                 raise ValueError(
                     f"draft_length = {self.draft_length} has no effect without speculation: remove it, or set "
-                    'speculation = "two_forwards" or "one_forward"'
+                    'speculation = "two_forwards", "one_forward" or "auto"'
                 )
             return
         for key, value in SPECULATION_KEYS.items():

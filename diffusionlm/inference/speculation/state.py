@@ -5,7 +5,7 @@ the row before it, a committed token or a draft; a *drafted* position by a noisy
 (Nemotron-Labs-Diffusion) a forward drafts by ``[last token, masks]``, or verifies by ``[last token, drafts]``. With
 ``one_forward`` (introspective strided decoding, I-DLM, arXiv 2604.11035) it verifies and drafts by ``[last token,
 drafts, masks]``; the new drafts continue a text in which all earlier ones are right, so they are dropped if one was
-wrong.
+wrong. ``auto`` is the latter with numbers of drafts that a `DraftPolicy` chooses.
 
 Tokens of both kinds are sampled with the same random number for a position, so the text does not depend on the drafts:
 a token is committed only if it was predicted after committed text ("drafter-invariant", arXiv 2408.07978).
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.speculation.adaptive import DraftPolicy
 
 
 class SpeculationState:
@@ -36,10 +37,12 @@ class SpeculationState:
     """V: the drafts and the token behind them; 0: the forward only drafts."""
     num_drafted = 0
     """D; 0: the forward only verifies."""
+    policy: DraftPolicy | None = None
+    """Chooses D after the first forward. None: D is as large as possible."""
 
     def __init__(self, settings: DecodingSettings) -> None:
         assert settings.config.draft_length is not None
-        self._is_fused, self._max_length = settings.config.speculation == "one_forward", settings.config.draft_length
+        self._is_fused, self._max_length = settings.config.speculation != "two_forwards", settings.config.draft_length
         self._noisy_shift = settings.noisy_output_shift
         self.tokens: NDArray[np.int64] = np.zeros(0, np.int64)
         """Drafts of the positions from ``start`` on."""
@@ -51,12 +54,17 @@ class SpeculationState:
             start: first position without a committed token.
             end: of the text. Its last token is never drafted, because it is verified together with the drafts.
         """
+        max_length = self._max_length
+        if self.policy is not None and self.start:
+            max_length = self.policy.choose_length(
+                self._max_length, 1 - self._noisy_shift, verifies=len(self.tokens) > 0
+            )
         self.start, num_free = start, end - 1 - start
         verifies = self._is_fused or len(self.tokens) > 0 or num_free == 0
         self.num_verified = len(self.tokens) + 1 if verifies else 0
         self.num_drafted = 0
         if self._is_fused or not verifies:
-            self.num_drafted = max(0, min(self._max_length, num_free - self.num_verified))
+            self.num_drafted = max(0, min(max_length, num_free - self.num_verified))
         return start + np.arange(self.num_verified + self.num_drafted)
 
     @property
@@ -93,6 +101,8 @@ class SpeculationState:
         returns the number of tokens to commit: those up to the first one that differs, or up to a stop token."""
         verified_V, drafted_D = np.split(tokens_N, [self.num_verified])
         num_right = int((verified_V[:-1] == self.tokens).cumprod().sum()) if self.num_verified else 0
+        if self.policy is not None:
+            self.policy.record_drafts(len(self.tokens), num_right)
         self.tokens = drafted_D if num_right == len(self.tokens) else drafted_D[:0]
         committed = verified_V[: num_right + 1].tolist()
         return next((count for count, token in enumerate(committed, 1) if token in stop_token_ids), len(committed))
