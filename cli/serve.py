@@ -6,8 +6,10 @@ import argparse
 import gc
 import importlib.util
 import logging
+import resource
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -113,7 +115,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
-    from diffusionlm.serving.http.access import fit_connections, format_url, is_loopback
+    from diffusionlm.serving.http.access import format_url, is_loopback
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
     from profiling.torch_setup import select_device, select_dtype
@@ -121,14 +123,9 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
     logger, limits = logging.getLogger("diffusionlm.serve"), config.serve
-    num_connections = fit_connections(limits.max_connections)
-    if num_connections < limits.max_connections:
-        logger.warning(
-            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
-            limits.max_connections,
-            num_connections,
-        )
-        limits = limits.model_copy(update={"max_connections": num_connections})
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
     device = None
     if limits.tensor_parallel > 1:  # each process copies its part from the files
         device = select_device(config.model.device, "model.device")
