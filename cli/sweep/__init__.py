@@ -13,7 +13,6 @@ from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     from cli.sweep.definition import Sweep
-    from config.train import TrainConfig
 
 NAME = "diffusionlm-sweep"
 
@@ -96,26 +95,11 @@ def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
 
 def _print_dry_run(sweep: Sweep, points: Iterable[Mapping[str, str]]) -> None:
     from cli.sweep.definition import format_values
-    from logger.pages import Table
     from logger.pages.terminal import print_parts
 
-    rows = [[format_values(values), *_estimate(sweep.load_config(values))] for values in points]
-    count = f"{len(rows)} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
-    table = Table(["values", "parameters", "tokens", "memory"], rows)
-    print_parts([table, f"{count} in {sweep.directory}; nothing was started"])
-
-
-def _estimate(config: TrainConfig) -> list[str]:
-    """Estimate parameters, tokens and memory of a training run."""
-    from cli.train import check_model
-    from profiling.estimate import estimate_run
-
-    try:
-        estimate = estimate_run(check_model(config)[0])
-    except (ValueError, OSError) as error:
-        return ["refused", "", str(error)]
-    tokens = "by the data" if estimate.tokens is None else f"{estimate.tokens:,}"
-    return [f"{estimate.parameters:,}", tokens, f"{estimate.bytes_total / 2**20:,.0f} MiB"]
+    lines = [format_values(values) for values in points]
+    count = f"{len(lines)} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
+    print_parts([*lines, f"{count} in {sweep.directory}; nothing was started"])
 
 
 def _parser() -> argparse.ArgumentParser:
