@@ -135,11 +135,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
-    """The overrides that the arguments stand for.
-
-    Raises:
-        ValueError: an argument is wrong, or does not fit another one; names it.
-    """
+    """The overrides that the arguments stand for."""
     kind, data, models = arguments.task, arguments.data, arguments.model
     if len(set(models)) < len(models):
         raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")

@@ -57,11 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _prepare_run(arguments: argparse.Namespace) -> None:
-    """Set what the command line leaves open, and check the arguments of our model before anything is loaded.
-
-    Raises:
-        ValueError: an argument of the model is wrong.
-    """
+    """Set what the command line leaves open, and check the arguments of our model before anything is loaded."""
     if arguments.config is not None:  # a YAML file may have the model and its arguments
         return
     arguments.model = arguments.model or MODEL

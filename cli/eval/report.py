@@ -295,12 +295,8 @@ def select_examples(task: ReportedTask) -> list[Examples]:
 def _build_examples(
     title: str, keys: Sequence[tuple[str, str]], variants: Sequence[tuple[ReportedVariant, bool]], rule: str
 ) -> Examples:
-    """Build the first examples of some items.
-
-    Args:
-        keys: item and its right answer.
-        variants: each with whether to show its first answer that is right, or that is wrong.
-    """
+    """Build the first examples of items with these right answers; of each variant the first answer that is right, or
+    that is wrong."""
     examples = []
     for name, gold in keys[:MAX_EXAMPLES]:
         outputs = []
