@@ -6,6 +6,7 @@ Standard library only: it works where packages are missing, and Ctrl-C is handle
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import signal
@@ -69,6 +70,12 @@ def path_argument(text: str) -> Path:
 def print_error(name: str, problem: str) -> None:
     """Print a problem as ``NAME: error: PROBLEM``."""
     print_message(f"{name}: error: {problem}")
+
+
+def require_extra(extra: str, *packages: str) -> None:
+    """Raise a UsageError unless the packages of an extra are installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} cannot be imported: run uv sync --extra {extra}")
 
 
 @contextmanager

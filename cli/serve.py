@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import logging
 import resource
 import sys
@@ -14,10 +13,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
-from cli.entry import friendly_errors, usage_errors
+from cli.entry import friendly_errors, require_extra, usage_errors
 from config.serving.server import ServeConfig
 from files.terminal_text import print_line
-from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from diffusionlm.serving.http.preparation import RequestPreparer
 
 NAME = "diffusionlm-serve"
+EXTRA = ("serve", "starlette", "uvicorn")
+"""An extra and its packages."""
 
 EXAMPLE = f"""  {NAME} --model runs/quickstart
   {NAME} --model DIR --host 0.0.0.0 --api-keys-file keys.txt --cache-memory 8GiB
@@ -62,16 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     require_model(config.model.path)
-    require_extra()
+    require_extra(*EXTRA)
     with usage_errors():
         preparer, keys, bound = prepare(config)
     serve(config, preparer, keys, bound)
-
-
-def require_extra() -> None:
-    """Raise a UsageError unless the packages of the server are installed."""
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UsageError("starlette and uvicorn are not installed: add them with uv sync --extra serve")
 
 
 def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socket.socket]:

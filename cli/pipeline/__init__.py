@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors, print_error, usage_errors
-from cli.serve import prepare, require_extra, serve
+from cli.entry import friendly_errors, print_error, require_extra, usage_errors
+from cli.serve import EXTRA, prepare, serve
 from config.finetune.pipeline import PAGE, PipelineConfig
 from config.serving.server import ServeConfig
 from files.lock import DirectoryInUseError, lock_directory
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     if arguments.serve:
-        require_extra()
+        require_extra(*EXTRA)
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from cli.pipeline.report import describe_states, write_report
     from cli.pipeline.runner import run_stages

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import positive_int
-from cli.entry import build_parser, friendly_errors, path_argument, usage_errors
+from cli.entry import build_parser, friendly_errors, path_argument, require_extra, usage_errors
 from files.usage_error import UsageError
 
 if TYPE_CHECKING:
@@ -31,15 +31,7 @@ SWEEPS = Path("runs/sweeps")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep. Returns 0, 1 if a run failed, 2 if the arguments are invalid, or 128 + the signal that ended it."""
     arguments = _parser().parse_args(argv)
-    try:
-        # Imported here, so that --help does not wait for it.
-        import optuna  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "optuna":
-            raise
-        raise UsageError(
-            f"Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep {NAME}"
-        ) from None
+    require_extra("sweep", "optuna")
     with usage_errors():
         sweep = _read_sweep(arguments)
         points = sweep.load_points()

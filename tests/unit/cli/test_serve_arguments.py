@@ -98,7 +98,7 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, fails: Fails, tmp_path
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     errors = fails(main, "--model", tmp_path)
     assert errors.count("\n") == 1
-    assert "starlette and uvicorn are not installed" in errors and "uv sync --extra serve" in errors
+    assert "starlette and uvicorn cannot be imported" in errors and "uv sync --extra serve" in errors
 
 
 def test_the_weights_are_hashed_once_for_all_adapters(
