@@ -162,14 +162,9 @@ class RequestPreparer:
         for index, text in enumerate(texts):
             data, end = self.tokenizer.decode_bytes(text.plain_token_ids), body.prompt_text(index, self.tokenizer)
             start = data.removesuffix(end.encode()) if end else b""  # of tokens before the prompt
-            options = RequestOptions(
-                num_top_logprobs=num_top,
-                segment_starts=text.options.segment_starts,
-                images=text.options.images,
-                processor=text.options.processor,
-                repeated_bytes=(b"" if start == data else start,),
-                **owner,
-            )
+            repeated_bytes = (b"" if start == data else start,)
+            own: dict[str, Any] = {"num_top_logprobs": num_top, "repeated_bytes": repeated_bytes, **owner}
+            options = replace(text.options, allowed_token_ids={}, **own)
             requests.append(prepare_prompt_scoring(settings, text.plain_token_ids, options))
         return requests
 
