@@ -56,13 +56,9 @@ def build_answers(
 
 
 def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation) -> str:
-    from diffusionlm.inference.text import decode_continuation
-
-    if request.num_repeated_bytes:
-        repeated_and_new = tokenizer.decode_bytes(result.token_ids)
-        return repeated_and_new[request.num_repeated_bytes :].decode("utf-8", errors="replace")
-    if request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden:
-        return decode_continuation(tokenizer, result.token_ids)
+    num_repeated = request.num_repeated_bytes
+    if num_repeated or (request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden):
+        return tokenizer.decode_bytes(result.token_ids)[num_repeated:].decode("utf-8", errors="replace")
     return tokenizer.decode(result.token_ids[request.num_hidden if request.source.kind == "infill" else 0 :])
 
 
