@@ -114,10 +114,6 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
     on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
     130. A standard error that cannot be written is ignored. Other errors are bugs and keep their traceback. With
     DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a decorator.
-
-    Args:
-        name: of the command.
-        memory_remedy: what to do where memory runs out.
     """
     _replace_closed_streams()
     _set_up_torch()

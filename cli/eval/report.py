@@ -378,15 +378,9 @@ def draw_curves(task: ReportedTask) -> list[Part]:
 
 
 def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Name the curve of each variant.
+    """Name the curve of each variant, by its settings.
 
     The number with the most values runs along the curve; each combination of other settings has a curve of its own.
-
-    Args:
-        settings: dotted key -> value, by variant.
-
-    Returns:
-        The name of the curve, by variant.
     """
     keys = dict.fromkeys(key for own in settings.values() for key in own)
     columns = {key: [own.get(key) for own in settings.values()] for key in keys}

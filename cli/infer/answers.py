@@ -63,11 +63,7 @@ def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation
 
 
 def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON object of an answer.
-
-    Args:
-        params: keys of the generation config with their defaults.
-    """
+    """The JSON object of an answer; ``params`` are the keys of the generation config with their defaults."""
     request, result = answer.request, answer.result
     text: dict[str, Any] = {"prompt": request.text, "output": answer.output}
     if request.source.messages:
@@ -88,11 +84,7 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_page(tokenizer: Tokenizer, model_name: str, params: Mapping[str, Any], answers: Sequence[Answer]) -> Page:
-    """The page that replays the answers, forward by forward.
-
-    Args:
-        params: keys of the generation config with their defaults.
-    """
+    """The page that replays the answers, forward by forward."""
     examples = []
     for answer in answers:
         facts = {**answer.metrics, "seed": answer.request.seed}

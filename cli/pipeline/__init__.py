@@ -110,11 +110,6 @@ def select_states(states: Sequence[StageState], arguments: argparse.Namespace) -
 def check_startable(selected: Sequence[StageState], states: Sequence[StageState], force: bool) -> None:
     """Check that no stage would replace results unasked, and that the input of a single one is done.
 
-    Args:
-        selected: stages to run.
-        states: all stages.
-        force: stages may replace results.
-
     Raises:
         ValueError: one would, or it is not.
     """

@@ -139,11 +139,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end.
-
-    Args:
-        on_ready: called when connections are accepted.
-    """
+    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end."""
 
     def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
         self._service = service
