@@ -88,13 +88,13 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
     keys = None if limits.api_keys_file is None else ApiKeys.read(limits.api_keys_file)
     if limits.adapter_directory is not None and not limits.adapter_directory.is_dir():
         raise ValueError(f"serve.adapter_directory = {limits.adapter_directory} is no directory: create it")
-    adapter_paths = [adapter.path for adapter in config.adapters]
-    model, template, processor = describe_model(config.model, limits.chat_template, adapter_paths)
     names = (limits.model_name or path.resolve().name, *(adapter.name for adapter in config.adapters))
     if names[0] in names[1:]:
         raise ValueError(
             f"the model and an adapter are both named {names[0]!r}: set serve.model_name, or rename the adapter"
         )
+    adapter_paths = [adapter.path for adapter in config.adapters]
+    model, template, processor = describe_model(config.model, limits.chat_template, adapter_paths)
     preparer = RequestPreparer(model.config, model.tokenizer, template, config.generation, limits, names, processor)
     return preparer, keys, bind_socket(limits.host, limits.port)
 

@@ -75,7 +75,6 @@ def test_sizes(text: str, size: int) -> None:
         (["model.attention_backend=flex"], "has no cached form"),
         (["generation.max_new_tokens=3"], "serve.default_max_tokens"),
         (['adapters=[{name="a", path="b"}, {name="a", path="c"}]'], "given twice"),
-        (['adapters=[{name="a", path="b"}]', "serve.model_name=a"], "also the name of an adapter"),
         (['adapters=[{name="a", path="b"}]', "model.path=m", "model.adapter=c"], "exclude each other"),
         (
             ["serve.adapter_directory=b", "model.path=m", "model.adapter=c"],
