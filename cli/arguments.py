@@ -47,10 +47,7 @@ def parse_command(
     """Parse the command line of a command and load its config.
 
     Args:
-        config_class: class of the whole config.
-        name: of the command.
-        description: first text of `--help`.
-        example: last text of `--help`.
+        description, example: first and last text of `--help`.
         config_required: `--config` must be given. False: the defaults alone are a config.
         add_arguments: adds arguments of the command's own. Its default for `list_overrides` is a function of the parsed
             arguments, whose overrides give way to `--set` and to shorthands, and whose ValueError is a usage error.

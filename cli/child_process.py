@@ -67,12 +67,11 @@ def run_child(
     """Run a command in a session of its own: Ctrl-C reaches it only as one of ``signals``.
 
     Args:
-        command: its command line.
         signals: a list of `collect_stop_signals`; each is sent to the process once.
         handles_all_signals: training saves at all of them; False: SIGINT is sent instead, at which other commands end
             in order.
         log: receives its output, after that of earlier processes; None: it prints where this process does.
-        variables: variables of its environment, besides those of this process.
+        variables: of its environment, besides those of this process.
         lock: file descriptor of a lock that it inherits.
         on_poll: called every `POLL_SECONDS` and after its end. At an error the process gets SIGINT and time to save.
 

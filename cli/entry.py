@@ -6,6 +6,7 @@ Standard library only: it works where packages are missing, and Ctrl-C is handle
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import signal
@@ -71,6 +72,12 @@ def print_error(name: str, problem: str) -> None:
     print_message(f"{name}: error: {problem}")
 
 
+def require_extra(extra: str, *packages: str) -> None:
+    """Raise a UsageError unless the packages of an extra are installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} cannot be imported: run uv sync --extra {extra}")
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """Raise a ValueError or an OSError as UsageError, with which commands exit with 2: for checks before the work."""
@@ -107,10 +114,6 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
     on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
     130. A standard error that cannot be written is ignored. Other errors are bugs and keep their traceback. With
     DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a decorator.
-
-    Args:
-        name: of the command.
-        memory_remedy: what to do where memory runs out.
     """
     _replace_closed_streams()
     _set_up_torch()

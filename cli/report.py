@@ -43,12 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
     if output.suffix != ".html":
         raise UsageError(f"--output {output}: name a file that ends in .html")
-    are_evaluations = [is_evaluation(path) for path in arguments.runs]
-    if any(are_evaluations) and not all(are_evaluations):
-        other = arguments.runs[are_evaluations.index(False)]
-        raise UsageError(f"{other} is no finished evaluation, unlike the other folders: report it apart")
+    write = _write_evaluations if is_evaluation(first) else _write_runs
     try:
-        _write_evaluations(arguments.runs, output) if all(are_evaluations) else _write_runs(arguments.runs, output)
+        write(arguments.runs, output)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

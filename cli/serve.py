@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import logging
+import resource
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
-from cli.entry import friendly_errors, usage_errors
+from cli.entry import friendly_errors, require_extra, usage_errors
 from config.serving.server import ServeConfig
 from files.terminal_text import print_line
-from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from diffusionlm.serving.http.preparation import RequestPreparer
 
 NAME = "diffusionlm-serve"
+EXTRA = ("serve", "starlette", "uvicorn")
+"""An extra and its packages."""
 
 EXAMPLE = f"""  {NAME} --model runs/quickstart
   {NAME} --model DIR --host 0.0.0.0 --api-keys-file keys.txt --cache-memory 8GiB
@@ -60,16 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     require_model(config.model.path)
-    require_extra()
+    require_extra(*EXTRA)
     with usage_errors():
         preparer, keys, bound = prepare(config)
     serve(config, preparer, keys, bound)
-
-
-def require_extra() -> None:
-    """Raise a UsageError unless the packages of the server are installed."""
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UsageError("starlette and uvicorn are not installed: add them with uv sync --extra serve")
 
 
 def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socket.socket]:
@@ -92,13 +88,13 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
     keys = None if limits.api_keys_file is None else ApiKeys.read(limits.api_keys_file)
     if limits.adapter_directory is not None and not limits.adapter_directory.is_dir():
         raise ValueError(f"serve.adapter_directory = {limits.adapter_directory} is no directory: create it")
-    adapter_paths = [adapter.path for adapter in config.adapters]
-    model, template, processor = describe_model(config.model, limits.chat_template, adapter_paths)
     names = (limits.model_name or path.resolve().name, *(adapter.name for adapter in config.adapters))
     if names[0] in names[1:]:
         raise ValueError(
             f"the model and an adapter are both named {names[0]!r}: set serve.model_name, or rename the adapter"
         )
+    adapter_paths = [adapter.path for adapter in config.adapters]
+    model, template, processor = describe_model(config.model, limits.chat_template, adapter_paths)
     preparer = RequestPreparer(model.config, model.tokenizer, template, config.generation, limits, names, processor)
     return preparer, keys, bind_socket(limits.host, limits.port)
 
@@ -113,7 +109,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
-    from diffusionlm.serving.http.access import fit_connections, format_url, is_loopback
+    from diffusionlm.serving.http.access import format_url, is_loopback
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
     from profiling.torch_setup import select_device, select_dtype
@@ -121,14 +117,9 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
     logger, limits = logging.getLogger("diffusionlm.serve"), config.serve
-    num_connections = fit_connections(limits.max_connections)
-    if num_connections < limits.max_connections:
-        logger.warning(
-            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
-            limits.max_connections,
-            num_connections,
-        )
-        limits = limits.model_copy(update={"max_connections": num_connections})
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
     device = None
     if limits.tensor_parallel > 1:  # each process copies its part from the files
         device = select_device(config.model.device, "model.device")

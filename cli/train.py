@@ -278,7 +278,6 @@ def format_summary(directory: Path, example_input: str = "", *, is_chat: bool = 
     """The results of a finished run, and the command that tries the model with ``example_input``.
 
     Args:
-        directory: of the run.
         example_input: a text with masked spans, a prompt, or a question.
         is_chat: it is a question of a chat.
     """

@@ -40,7 +40,8 @@ def _strategy_keys() -> dict[str, Any]:
     rules = "; ".join(f"{name} ({cls.family.name}): {cls.summary().rstrip('.')}" for name, cls in STRATEGIES.items())
     description = (
         "Which positions are committed after a forward. m masks are left in the block, S steps are scheduled for it. "
-        f"{rules}. None: low_confidence_dynamic for SDAR models, entropy for Dream models, else low_confidence."
+        f"{rules}. None: low_confidence_dynamic for SDAR models, entropy for Dream, threshold for "
+        "Nemotron-Labs-Diffusion, penalized_entropy for WeDLM, else low_confidence."
     )
     strategy_names = Literal[tuple(STRATEGIES)] | None  # type: ignore[valid-type]
     uses: dict[str, dict[str, FieldInfo]] = {}
@@ -138,13 +139,24 @@ class GenerationConfig(StrategyOptions):
     """Token whose probability is the confidence of a masked position, for strategies that use it. sampled: the proposed
     one. most_probable: then the order does not depend on what was sampled, so the answer's likelihood is exact, which
     reinforcement learning needs. The same at temperature 0."""
-    speculation: Literal["none", "two_forwards", "one_forward"] = "none"
-    """Lossless speculative decoding: the text of next-token decoding (block_length = 1) with the same seed, in fewer
-    forwards. The model drafts tokens by masks and verifies them as committed text; those up to the first wrong one are
-    committed, and one more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once
-    (I-DLM, arXiv 2604.11035)."""
+    next_token_first: bool | None = None
+    """The first new token of each block is the next-token choice of committed text, by one forward more, before the
+    block's masks are read (Nemotron-Labs-Diffusion); not for infilling. Needs blocks of several tokens of a model with
+    clean_alignment. None: true for Nemotron-Labs-Diffusion, else false."""
+    speculation: Literal["none", "two_forwards", "one_forward", "auto"] = "none"
+    """Lossless speculative decoding: the text of next-token decoding (block_length = 1) in fewer forwards. The model
+    drafts tokens by masks and verifies them as committed text; those up to the first wrong one are committed, and one
+    more. two_forwards: one drafts, one verifies (Nemotron-Labs-Diffusion). one_forward: both at once (I-DLM, arXiv
+    2604.11035). auto: one_forward with as many drafts, from 0 to draft_length, as measured times and acceptance make
+    fastest."""
     draft_length: PositiveInt | None = None
-    """Tokens that are drafted at a time; it does not change the text. None: 4."""
+    """Tokens that are drafted at a time, with "auto" at most; with keyed acceptance they do not change the text. None:
+    4."""
+    acceptance: Literal["keyed", "rejection"] = "keyed"
+    """How sampled drafts are verified; greedy ones are right or wrong. keyed: a verified token is the seeded one. The
+    text is that of next-token decoding with the same seed. rejection: a draft d is accepted with probability
+    min(1, p(d) / q(d)) (Leviathan et al. 2023, arXiv 2211.17192). More drafts are accepted; the text has the same
+    distribution, but also depends on the drafter and draft_length. Not with auto or constraints."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""
@@ -186,12 +198,19 @@ class GenerationConfig(StrategyOptions):
 
     def _check_speculation(self) -> None:
         if self.speculation == "none":
-            if self.draft_length is not None:
-                raise ValueError(
-                    f"draft_length = {self.draft_length} has no effect without speculation: remove it, or set "
-                    'speculation = "two_forwards" or "one_forward"'
-                )
+            for key in ("draft_length", "acceptance"):
+                own = getattr(self, key)
+                if own != type(self).model_fields[key].get_default():
+                    raise ValueError(
+                        f"{key} = {format_value(own)} has no effect without speculation: remove it, or set "
+                        'speculation = "two_forwards", "one_forward" or "auto"'
+                    )
             return
+        if self.speculation == "auto" and self.acceptance == "rejection":
+            raise ValueError(
+                'acceptance = "rejection" makes the text depend on the number of drafts, which speculation = "auto" '
+                'chooses by the clock: set acceptance = "keyed", or another speculation'
+            )
         for key, value in SPECULATION_KEYS.items():
             own = getattr(self, key)
             if own != type(self).model_fields[key].get_default() and own != value:
@@ -243,6 +262,7 @@ SPECULATION_KEYS: Mapping[str, object] = {
     "steps": None,
     "attention_bias": None,
     "cfg_scale": 0.0,
+    "next_token_first": None,
 }
 """Keys that have one value with speculation: that of next-token decoding."""
 

@@ -15,6 +15,8 @@ VisionPart = Literal["vision", "merger"]
 """Parts of a vision tower: patch embedding, position table and blocks; or what projects their outputs to the text."""
 BlockAttention = Literal["block", "token"]
 """Last key of a query in its own block: that of the block, or the query itself."""
+NoisyAttention = Literal["block", "token", "visible_first"]
+"""The same of a noisy query. visible_first: token, in an order in which the tokens of a block precede its masks."""
 BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 
@@ -210,9 +212,10 @@ class Architecture(Section):
     """Output of committed text. shifted: committed text is token-causal, its output i - 1 predicts token i, and noisy
     outputs predict all tokens of a block: with shifted `logit_alignment` one token further than their own position, the
     first token of the next block with the last output (I-DLM). None: committed text is block-causal."""
-    noisy_attention: BlockAttention = "block"
-    """Keys of a noisy query in its own block: all (block), or up to itself (token, I-DLM). token needs
-    `clean_alignment`."""
+    noisy_attention: NoisyAttention = "block"
+    """Keys of a noisy query in its own block: all (block), up to itself (token, I-DLM), or of a token those up to
+    itself, of a mask all tokens and the masks up to itself (visible_first, WeDLM). The last two need
+    `clean_alignment`, visible_first also outputs at the same position."""
     sliding_window: PositiveInt | None = None
     """In layers of "sliding_attention", queries attend to keys less than this many positions away."""
     layer_types: TupleOf[Literal["full_attention", "sliding_attention"]] | None = None
@@ -262,8 +265,16 @@ class Architecture(Section):
 
     @model_validator(mode="after")
     def _check_noisy_attention(self) -> Self:
-        if self.noisy_attention == "token" and self.clean_alignment is None:
-            raise ValueError('noisy_attention = "token" needs token-causal text: set clean_alignment = "shifted"')
+        if self.noisy_attention != "block" and self.clean_alignment is None:
+            raise ValueError(
+                f'noisy_attention = "{self.noisy_attention}" needs token-causal text: set clean_alignment = "shifted"'
+            )
+        if self.noisy_attention == "visible_first" and self.logit_alignment == "shifted":
+            raise ValueError(
+                'noisy_attention = "visible_first" has no output before a mask: set logit_alignment = "same_position"'
+            )
+        if self.noisy_attention == "visible_first" and self.vision is not None:
+            raise ValueError('noisy_attention = "visible_first" reads no images: remove vision, or set "token"')
         return self
 
     def _check_vision(self, vision: VisionConfig) -> None:

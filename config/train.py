@@ -169,12 +169,27 @@ class TrainConfig(Section):
                 'optimizer.kind = "muon" orthogonalizes whole matrices, and [lora] trains their factors: set '
                 'optimizer.kind = "adamw" or "lion", or remove [optimizer]'
             )
+        if self.lora.positions == "masks":
+            self._check_masked_positions()
         if self.lora.base == "nf4" and isinstance(self.parallel, FSDP):
             raise ValueError(
                 'lora.base = "nf4" keeps blocks of weights that parallel.strategy = "fsdp" would cut: set '
                 'parallel.strategy = "ddp", or lora.base = "bfloat16"'
             )
         return self
+
+    def _check_masked_positions(self) -> None:
+        objective = self.objective
+        if not isinstance(objective, BlockDiffusionConfig) or objective.clean_attention == "block" or self.rl:
+            raise ValueError(
+                'lora.positions = "masks" trains the drafts of a model whose text is token-causal: set objective.kind '
+                '= "block_diffusion" with clean_attention = "token", without [rl], or lora.positions = "all"'
+            )
+        if objective.next_token_weight:
+            raise ValueError(
+                f"objective.next_token_weight = {objective.next_token_weight} trains outputs that lora.positions = "
+                '"masks" leaves as they are, so it has no gradient: set it to 0'
+            )
 
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
@@ -376,6 +391,7 @@ class TrainConfig(Section):
             and isinstance(parallel, FSDP)
             and (is_matrix or parallel.expert > 1),
             'lora.base = "nf4"': self.lora is not None and self.lora.base == "nf4",
+            'lora.positions = "masks"': self.lora is not None and self.lora.positions == "masks",
             'runtime.compile = "blocks"': self.runtime.compile == "blocks",
         }
         conflict = next((key for key, is_set in conflicts.items() if is_set), None)

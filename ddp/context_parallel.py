@@ -54,7 +54,9 @@ def split_batch(noised_batch: NoisedBatch, axis: Axis) -> NoisedBatch:
     tensors = {name: getattr(noised_batch, name) for name in FORWARD_TENSORS if name.endswith("_N")}
     own_tensors: dict[str, Any] = {name: tensor[is_own_N] for name, tensor in tensors.items() if tensor is not None}
     own_tensors["positions_N"] = own_tensors["positions_N"] // S * len(own_I) + local_N[is_own_N]
-    return replace(noised_batch, inputs_BS=noised_batch.inputs_BS[:, own_I], pattern=pattern, **own_tensors)
+    masked_BS = None if noised_batch.masked_BS is None else noised_batch.masked_BS[:, own_I]
+    inputs_BS = noised_batch.inputs_BS[:, own_I]
+    return replace(noised_batch, inputs_BS=inputs_BS, masked_BS=masked_BS, pattern=pattern, **own_tensors)
 
 
 def gather_losses(own_nll: Tensor, noised_batch: NoisedBatch, axis: Axis) -> Tensor:
@@ -112,7 +114,7 @@ class PatternShard:
         return length * self.axis.size
 
     def default_positions(self, length: int, device: torch.device | str) -> Tensor:
-        return self.select(self.whole.default_positions(self.num_keys(length), device), dim=0)
+        return self.select(self.whole.default_positions(self.num_keys(length), device), dim=-1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals | None:
         """Ranges of keys of this rank's queries, each int64 [B or 1, I, R]."""

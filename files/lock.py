@@ -36,7 +36,9 @@ def lock_directory(path: Path, timeout_seconds: float = 0.0) -> Iterator[int]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
-                    raise DirectoryInUseError(error.errno, "in use by another process", str(path)) from error
+                    raise DirectoryInUseError(
+                        error.errno, "in use by another process; wait for it or stop it", str(path)
+                    ) from error
                 time.sleep(POLL_SECONDS)
         yield file.fileno()
 

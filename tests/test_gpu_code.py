@@ -45,6 +45,7 @@ ALLOWED = {
     "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",
     "diffusionlm/rl/policy.py:_estimate_advantages": "values of an update with a value function: once",
     # decoding
+    "diffusionlm/inference/constraints/sampler.py:_constrain_request": "drafts of constraints, one by one on the CPU",
     "diffusionlm/inference/constraints/sampler.py:_log_softmax": "constraints and choices are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
     "diffusionlm/inference/images.py:restrict": "features for other processes: in the forwards that read an image",

@@ -53,11 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _list_overrides(arguments: argparse.Namespace) -> list[str]:
-    """The config of a run that reads conversations from the files, in their order.
-
-    Raises:
-        ValueError: there are neither files nor a config, or both; or files without a tokenizer.
-    """
+    """The config of a run that reads conversations from the files, in their order."""
     if (arguments.config is None) == (not arguments.files):
         raise ValueError("name either --config FILE.toml, or files with --tokenizer DIR")
     if arguments.config is not None:

@@ -135,14 +135,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
-    """The overrides that the arguments stand for.
-
-    Raises:
-        ValueError: an argument is wrong, or does not fit another one; names it.
-    """
+    """The overrides that the arguments stand for."""
     kind, data, models = arguments.task, arguments.data, arguments.model
-    if len(set(models)) < len(models):
-        raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")
     yield from (f"model.path={toml_string(model)}" for model in models[:1])
     if len(models) > 1:
         yield from (f"variants.{index}.model={toml_string(model)}" for index, model in enumerate(models))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.entry import build_parser, friendly_errors, usage_errors
+from cli.entry import build_parser, friendly_errors, require_extra, usage_errors
 from config.evaluation.lm_eval import LmEvalConfig, nest_arguments
 from config.load import validate_config
-from files.usage_error import UsageError
 
 NAME = "diffusionlm-lm-eval"
 MODEL = "diffusionlm"
@@ -36,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.parse_args(words)
         parser.print_help()
         return
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError('lm-evaluation-harness is missing: install the extra "lm-eval"')
+    require_extra("lm-eval", "lm_eval")
     from lm_eval._cli.harness import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -57,11 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _prepare_run(arguments: argparse.Namespace) -> None:
-    """Set what the command line leaves open, and check the arguments of our model before anything is loaded.
-
-    Raises:
-        ValueError: an argument of the model is wrong.
-    """
+    """Set what the command line leaves open, and check the arguments of our model before anything is loaded."""
     if arguments.config is not None:  # a YAML file may have the model and its arguments
         return
     arguments.model = arguments.model or MODEL

@@ -295,12 +295,8 @@ def select_examples(task: ReportedTask) -> list[Examples]:
 def _build_examples(
     title: str, keys: Sequence[tuple[str, str]], variants: Sequence[tuple[ReportedVariant, bool]], rule: str
 ) -> Examples:
-    """Build the first examples of some items.
-
-    Args:
-        keys: item and its right answer.
-        variants: each with whether to show its first answer that is right, or that is wrong.
-    """
+    """Build the first examples of items with these right answers; of each variant the first answer that is right, or
+    that is wrong."""
     examples = []
     for name, gold in keys[:MAX_EXAMPLES]:
         outputs = []
@@ -382,15 +378,9 @@ def draw_curves(task: ReportedTask) -> list[Part]:
 
 
 def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Name the curve of each variant.
+    """Name the curve of each variant, by its settings.
 
     The number with the most values runs along the curve; each combination of other settings has a curve of its own.
-
-    Args:
-        settings: dotted key -> value, by variant.
-
-    Returns:
-        The name of the curve, by variant.
     """
     keys = dict.fromkeys(key for own in settings.values() for key in own)
     columns = {key: [own.get(key) for own in settings.values()] for key in keys}

@@ -41,12 +41,7 @@ MAX_VARIANTS = 200
 
 
 def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None:
-    """Evaluate the tasks, write the report, and print the results.
-
-    Args:
-        name: of the command.
-        argv: its arguments. None: those of the process.
-    """
+    """Evaluate the tasks, write the report, and print the results, for a command and its arguments."""
     directory = config.results_directory
     if directory is None:
         raise UsageError("no folder for the results: add --output DIR, or directory to [output]")

@@ -56,22 +56,14 @@ def build_answers(
 
 
 def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation) -> str:
-    from diffusionlm.inference.text import decode_continuation
-
-    if request.num_repeated_bytes:
-        repeated_and_new = tokenizer.decode_bytes(result.token_ids)
-        return repeated_and_new[request.num_repeated_bytes :].decode("utf-8", errors="replace")
-    if request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden:
-        return decode_continuation(tokenizer, result.token_ids)
+    num_repeated = request.num_repeated_bytes
+    if num_repeated or (request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden):
+        return tokenizer.decode_bytes(result.token_ids)[num_repeated:].decode("utf-8", errors="replace")
     return tokenizer.decode(result.token_ids[request.num_hidden if request.source.kind == "infill" else 0 :])
 
 
 def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON object of an answer.
-
-    Args:
-        params: keys of the generation config with their defaults.
-    """
+    """The JSON object of an answer; ``params`` are the keys of the generation config with their defaults."""
     request, result = answer.request, answer.result
     text: dict[str, Any] = {"prompt": request.text, "output": answer.output}
     if request.source.messages:
@@ -92,11 +84,7 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_page(tokenizer: Tokenizer, model_name: str, params: Mapping[str, Any], answers: Sequence[Answer]) -> Page:
-    """The page that replays the answers, forward by forward.
-
-    Args:
-        params: keys of the generation config with their defaults.
-    """
+    """The page that replays the answers, forward by forward."""
     examples = []
     for answer in answers:
         facts = {**answer.metrics, "seed": answer.request.seed}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic_core import from_json
+
 from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
@@ -201,8 +203,8 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
 def _parse_json(line: str) -> Input:
     """The input of a line of a .jsonl file."""
     try:
-        value = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = from_json(line, allow_inf_nan=False)
+    except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from None
     values: Any = {"prompt": value} if isinstance(value, str) else value
     names = [key for key in _KEYS if isinstance(values, dict) and key in values]
@@ -220,10 +222,6 @@ def _parse_json(line: str) -> Input:
     if not isinstance(text, str):
         raise ValueError(f'"{names[-1]}" is {json.dumps(text)[:60]}: expected a string')
     return Input(_KEYS[names[-1]], text, tuple(messages), extra=values)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _are_messages(value: Any) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors, print_error, usage_errors
-from cli.serve import prepare, require_extra, serve
+from cli.entry import friendly_errors, print_error, require_extra, usage_errors
+from cli.serve import EXTRA, prepare, serve
 from config.finetune.pipeline import PAGE, PipelineConfig
 from config.serving.server import ServeConfig
 from files.lock import DirectoryInUseError, lock_directory
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     if arguments.serve:
-        require_extra()
+        require_extra(*EXTRA)
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from cli.pipeline.report import describe_states, write_report
-    from cli.pipeline.runner import StageFailedError, run_stages
+    from cli.pipeline.runner import run_stages
     from cli.pipeline.stages import build_server, build_stages
     from cli.pipeline.stamps import read_states
     from logger.pages.terminal import print_parts
@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 build_server(config, [state.stage for state in states])
             print_parts(describe_states(states))
             return 0
-    page = config.directory / PAGE
     try:
         with lock_directory(config.directory, LOCK_TIMEOUT_SECONDS) as lock:
             with usage_errors():
@@ -67,14 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 states = select_states(all_states, arguments)
                 check_startable(states, all_states, arguments.force)
                 server = build_server(config, [state.stage for state in states]) if arguments.serve else None
-            try:
-                stopped = run_stages(states, lock, lambda: write_report(config.directory, stages))
-            except StageFailedError as error:
-                print_error(NAME, f"{error}; the same command goes on from there. Results so far: {page}")
-                return 1
-            if stopped is not None:
-                print_error(NAME, f"stopped; the same command goes on from there. Results so far: {page}")
-                return 128 + stopped
+            code, reason = run_stages(states, lock, lambda: write_report(config.directory, stages))
+            if code != 0:
+                page = config.directory / PAGE
+                print_error(NAME, f"{reason}; the same command goes on from there. Results so far: {page}")
+                return code
             report = write_report(config.directory, stages)
     except DirectoryInUseError:
         raise UsageError(f"directory = {config.directory} is in use by another pipeline: wait or stop it") from None
@@ -113,11 +109,6 @@ def select_states(states: Sequence[StageState], arguments: argparse.Namespace) -
 
 def check_startable(selected: Sequence[StageState], states: Sequence[StageState], force: bool) -> None:
     """Check that no stage would replace results unasked, and that the input of a single one is done.
-
-    Args:
-        selected: stages to run.
-        states: all stages.
-        force: stages may replace results.
 
     Raises:
         ValueError: one would, or it is not.

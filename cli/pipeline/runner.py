@@ -14,11 +14,7 @@ from files.terminal_text import print_message
 from logger import format_duration
 
 
-class StageFailedError(Exception):
-    """A stage ended with an error, which its command has printed."""
-
-
-def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], object]) -> int | None:
+def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], object]) -> tuple[int, str]:
     """Run the stages that are not done.
 
     Args:
@@ -27,10 +23,10 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
         on_change: called after the end of each stage.
 
     Returns:
-        The signal that stopped the pipeline, or None.
+        The exit code of the pipeline, and if it is not 0, why: a signal stopped it, or a stage failed, whose command
+        has printed its error. The stages after it were not started.
 
     Raises:
-        StageFailedError: a stage failed; those before it are done, the others were not started.
         ValueError: a file has changed, or the output of a stage is missing.
         OSError: a file cannot be written.
     """
@@ -52,12 +48,12 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
                 write_stamp(state, seconds)
             on_change()
             if signals:
-                return signals[0]
+                return 128 + signals[0], "stopped"
             if code != 0:
                 reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-                raise StageFailedError(f'stage "{stage.name}" failed with {reason} after {format_duration(seconds)}')
+                return 1, f'stage "{stage.name}" failed with {reason} after {format_duration(seconds)}'
             print_message(f"{label}: done after {format_duration(seconds)}")
-    return None
+    return 0, ""
 
 
 def _prepare_directory(state: StageState) -> None:

@@ -211,11 +211,7 @@ def _architecture(config: Architecture) -> dict[str, Any]:
 
 
 def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the common part, the config file without managed keys, and the settings of a stage.
-
-    Raises:
-        ValueError: the config file cannot be read, or the stage or the common part has a managed key.
-    """
+    """Merge the common part, the config file without managed keys, and the settings of a stage."""
     for values, place in ((settings.settings, "settings"), (common, f"common.{kind.common}")):
         for key in kind.managed_keys:
             if read_key(values, key) is not None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import positive_int
-from cli.entry import build_parser, friendly_errors, path_argument, usage_errors
+from cli.entry import build_parser, friendly_errors, path_argument, require_extra, usage_errors
 from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     from cli.sweep.definition import Sweep
-    from config.train import TrainConfig
 
 NAME = "diffusionlm-sweep"
 
@@ -32,15 +31,7 @@ SWEEPS = Path("runs/sweeps")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep. Returns 0, 1 if a run failed, 2 if the arguments are invalid, or 128 + the signal that ended it."""
     arguments = _parser().parse_args(argv)
-    try:
-        # Imported here, so that --help does not wait for it.
-        import optuna  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "optuna":
-            raise
-        raise UsageError(
-            f"Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep {NAME}"
-        ) from None
+    require_extra("sweep", "optuna")
     with usage_errors():
         sweep = _read_sweep(arguments)
         points = sweep.load_points()
@@ -96,26 +87,11 @@ def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
 
 def _print_dry_run(sweep: Sweep, points: Iterable[Mapping[str, str]]) -> None:
     from cli.sweep.definition import format_values
-    from logger.pages import Table
     from logger.pages.terminal import print_parts
 
-    rows = [[format_values(values), *_estimate(sweep.load_config(values))] for values in points]
-    count = f"{len(rows)} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
-    table = Table(["values", "parameters", "tokens", "memory"], rows)
-    print_parts([table, f"{count} in {sweep.directory}; nothing was started"])
-
-
-def _estimate(config: TrainConfig) -> list[str]:
-    """Estimate parameters, tokens and memory of a training run."""
-    from cli.train import check_model
-    from profiling.estimate import estimate_run
-
-    try:
-        estimate = estimate_run(check_model(config)[0])
-    except (ValueError, OSError) as error:
-        return ["refused", "", str(error)]
-    tokens = "by the data" if estimate.tokens is None else f"{estimate.tokens:,}"
-    return [f"{estimate.parameters:,}", tokens, f"{estimate.bytes_total / 2**20:,.0f} MiB"]
+    lines = [format_values(values) for values in points]
+    count = f"{len(lines)} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
+    print_parts([*lines, f"{count} in {sweep.directory}; nothing was started"])
 
 
 def _parser() -> argparse.ArgumentParser:

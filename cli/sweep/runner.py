@@ -39,12 +39,7 @@ ERROR_LINES = 5
 
 
 class SweepRunner:
-    """Makes the runs of a study: each of ``--jobs`` threads makes one after the other.
-
-    Args:
-        opened: study of the sweep.
-        on_change: called after the end of each run.
-    """
+    """Makes the runs of a study: each of ``--jobs`` threads makes one after the other, and calls ``on_change`` then."""
 
     def __init__(self, opened: SweepStudy, on_change: Callable[[], object]) -> None:
         self._study, self._sweep, self._on_change = opened, opened.sweep, on_change

@@ -43,7 +43,6 @@ class SweepStudy:
     """A study, opened by one process.
 
     Args:
-        sweep: its definition.
         points: all points of the sweep by name (`Sweep.load_points`); of a grid they are the runs.
 
     Raises:
@@ -141,11 +140,7 @@ class SweepStudy:
         self.study.add_trial(retried)
 
     def claim(self, log: Callable[[str], None]) -> Trial | None:
-        """Take the next waiting run, which no other process takes, or draw the values of a new one.
-
-        Returns:
-            None: no run waits, and none is missing.
-        """
+        """Take the next waiting run, which no other process takes, or draw a new one. None: no run is missing."""
         with self._lock():
             optuna.storages.fail_stale_trials(self.study)
             for trial in self._trials().values():
@@ -200,8 +195,6 @@ class SweepStudy:
         """Record the end of a run.
 
         Args:
-            trial: of the run.
-            status: of the run.
             seconds: of all processes of the run.
             error: last lines of its log, if it failed.
             value: the objective of a run that is done; None: it has none, or it is not finite.

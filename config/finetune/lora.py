@@ -59,6 +59,9 @@ class LoraConfig(Section):
     `embed_tokens` or `norm`. Of a tied head and embedding each means both."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained: none, all of the model, or those of the adapted projections."""
+    positions: Literal["all", "masks"] = "all"
+    """Positions that the adapter acts on. masks: masked ones alone, so that it adapts the drafts of a model with
+    token-causal text, and next-token outputs stay those of the base (R-ISD of I-DLM, arXiv 2604.11035)."""
     rank_patterns: Mapping[str, PositiveInt] = Field(default_factory=dict)
     """Regular expression for the end of a module name -> its rank; the first match counts."""
     alpha_patterns: Mapping[str, PositiveFloat] = Field(default_factory=dict)
@@ -84,6 +87,22 @@ class LoraConfig(Section):
         if isinstance(value, str):
             check_pattern(value)
         return value
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        others = {
+            "modules_to_save": self.modules_to_save != (),
+            f'bias = "{self.bias}"': self.bias != "none",
+            "dora = true": self.dora,
+            "trainable_tokens": self.trainable_tokens != (),
+        }
+        other = next((key for key, is_set in others.items() if is_set), None)
+        if self.positions == "masks" and other is not None:
+            raise ValueError(
+                f'positions = "masks" leaves all other positions as they are, and {other} changes them: remove it, or '
+                'set positions = "all"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_lists(self) -> Self:

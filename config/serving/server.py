@@ -156,10 +156,7 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
-        names = [adapter.name for adapter in self.adapters]
-        check_distinct({"adapters.name": names})
-        if self.serve.model_name in names:
-            raise ValueError(f"serve.model_name = {self.serve.model_name!r} is also the name of an adapter: rename one")
+        check_distinct({"adapters.name": [adapter.name for adapter in self.adapters]})
         if (self.adapters or self.serve.adapter_directory is not None) and self.model.adapter is not None:
             key = "[[adapters]]" if self.adapters else "serve.adapter_directory"
             raise ValueError(f"model.adapter and {key} exclude each other: name all adapters in [[adapters]]")

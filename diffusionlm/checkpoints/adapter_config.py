@@ -44,6 +44,7 @@ _OPTIONS: dict[str, tuple[str, object]] = {
     "alpha_patterns": ("alpha_pattern", {}),
     "rslora": ("use_rslora", False),
     "dora": ("use_dora", False),
+    "positions": ("positions", "all"),
 }
 """Option -> its key in the file, and the value if the file has none."""
 _NULLABLE = ("targets", "exclude", "layers_to_transform", "modules_to_save", "rank_patterns", "alpha_patterns")

@@ -318,6 +318,7 @@ def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | No
         "fan_in_fan_out": False,
         "modules_to_save": list(config.modules_to_save) or None,
         **({"ensure_weight_tying": True} if has_trained_tie else {}),
+        **({"positions": "masks"} if config.positions == "masks" else {}),  # PEFT ignores it
         "trainable_token_indices": {
             family.stored_name(f"{name}.weight").removesuffix(".weight").rpartition(".")[2]: list(
                 config.token_ids(model.config.mask_token_id)

@@ -97,7 +97,6 @@ class LoadedStep:
     tokens_per_second: float
     """Tokens without padding, per second of reading, packing and drawing noise."""
     wait_seconds: float
-    """Time that the step waited for its batches."""
     buffered_steps: int = 0
     """Steps that the workers had ready when this one was requested; 0 without workers."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -163,10 +162,6 @@ class Loader(StepLoader):
     """Stored features of images. None: there are none."""
 
     def __post_init__(self) -> None:
-        if self.batch_size % self.world_size:
-            raise ValueError(
-                f"training.batch_size = {self.batch_size} must be a multiple of the {self.world_size} ranks"
-            )
         self.epoch = 0
         self.position: ReaderPosition = None
         self._num_positions = 0
@@ -274,7 +269,7 @@ class LoaderSpec:
             encoder: None: tokenize in this process.
 
         Raises:
-            ValueError: the sources cannot be read, or the rows or ranks do not fit.
+            ValueError: the sources cannot be read, or the rows do not fit.
         """
         components = open_components(self.data, "train", processor=self.processor) if components is None else components
         sources = (components, self.data, self.tokenizer, self.row_length, self.seed)
@@ -305,8 +300,6 @@ class WorkerLoader(StepLoader):
     """A loader whose loader runs in another process, up to `data.prefetch_steps` ahead."""
 
     def __init__(self, spec: LoaderSpec) -> None:
-        if spec.data.workers < 1:
-            raise ValueError(f"data.workers = {spec.data.workers}: a loader in another process needs at least 1")
         self._spec = spec
         self._state: dict[str, Any] | None = None
         self._pool: WorkerPool | None = None

@@ -36,8 +36,7 @@ from diffusionlm.data.shard_files import (
     ShardWriter,
     SplitIndex,
     StrictModel,
-    check_checksums,
-    check_sizes,
+    check_files,
     partial_path,
     read_index,
     read_json_model,
@@ -46,7 +45,7 @@ from diffusionlm.data.shard_files import (
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
-from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
+from files.lock import LOCK_FILE, lock_directory
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
@@ -78,7 +77,6 @@ class SplitProgress(StrictModel):
 
     @property
     def identity(self) -> str:
-        """Identity of the source."""
         return self.index.identity
 
 
@@ -95,10 +93,6 @@ class MakeDataProgress(StrictModel):
 def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None = None) -> ShardIndex:
     """Make the directory, or continue it; check it if it is complete.
 
-    Args:
-        log: called with each message.
-        on_progress: called at the start of a split and after each chunk.
-
     Raises:
         ValueError: the source has no documents, the tokenizer has no end-of-text token, the directory holds something
             else or cannot be written, or a file is damaged.
@@ -110,10 +104,6 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock_directory(directory))
-        except DirectoryInUseError as error:
-            raise ValueError(
-                f"output.directory = {directory} is in use by another process; wait for it or stop it"
-            ) from error
         except OSError as error:
             raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
@@ -129,11 +119,9 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
 
 @contextlib.contextmanager
 def _explain_write_errors(directory: Path) -> Iterator[None]:
-    """Name the directory and the free space in the errors of a disk; those of a network stay."""
+    """Name the directory and the free space in the errors of a disk."""
     try:
         yield
-    except ConnectionError:
-        raise
     except OSError as error:
         folders = (directory, Path(tempfile.gettempdir()))  # results of processes pass through temporary files
         free = ", ".join(f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB in {folder}" for folder in folders)
@@ -155,7 +143,6 @@ def _content_config(config: MakeDataConfig) -> dict[str, Any]:
 
 
 def _read_sized_tokens(source: DocumentSource, encoder: TextEncoder) -> WindowedReader[str, tuple[Tokens, int]]:
-    """Read the tokens of each document and the bytes of its text."""
 
     def tokenize(_epoch: int, _index: int, texts: list[str]) -> ItemsFuture[tuple[Tokens, int]]:
         future = encoder.submit(texts)
@@ -194,7 +181,7 @@ class _MakeDataJob:
         self._check_same_inputs(index)
         self.log(f"{self._directory} is complete; comparing its files with their checksums ...")
         for split_index in index.splits.values():
-            check_checksums(self._directory, split_index)
+            check_files(self._directory, split_index, reads_contents=True)
         (self._directory / PROGRESS_FILE).unlink(missing_ok=True)
         return index
 
@@ -222,16 +209,12 @@ class _MakeDataJob:
         )
         self._check_same_inputs(self._progress)
         for state in self._progress.splits.values():
-            check_sizes(self._directory, state.index)
+            check_files(self._directory, state.index)
         if self._progress.tokenizer_fingerprint is None:
             shutil.rmtree(self._directory / TOKENIZER_DIRECTORY, ignore_errors=True)
 
     def _check_same_inputs(self, saved: ShardIndex | MakeDataProgress) -> None:
-        """Check that the directory was made from the same config, documents and tokenizer.
-
-        Raises:
-            ValueError: lists the differences.
-        """
+        """Check that the directory was made from the same config, documents and tokenizer."""
         values = _content_config(self.config)
         saved_output = saved.config.get("output")
         if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions
@@ -274,7 +257,7 @@ class _MakeDataJob:
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
         for split_index in index.splits.values():
-            check_sizes(self._directory, split_index)
+            check_files(self._directory, split_index)
         write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
         (self._directory / PROGRESS_FILE).unlink()
         return index
@@ -304,7 +287,6 @@ class _MakeDataJob:
         return tokenizer
 
     def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
-        """Write the remaining shards of a split."""
         source, position = self.sources[split], self._progress.splits[split].position
         if saved := self._progress.splits[split].skip_log:
             vars(source.skip_log).update(saved)

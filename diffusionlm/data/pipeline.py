@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from config.data import DataConfig, RecordSourceOptions, Shards, Source, SyntheticChats
+from config.data import DataConfig, RecordSourceOptions, Shards, SyntheticChats
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents
 from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
@@ -113,26 +113,17 @@ def open_components(
         source = (
             ShardDocuments(section, split, key) if isinstance(section, Shards) else open_source(section, split, key)
         )
-        chat = open_chat(section, f"{key}.chat", processor)
+        chat: ChatRecords | None = None
+        if isinstance(section, RecordSourceOptions | SyntheticChats) and section.chat is not None:
+            on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
+            template_hash = hash_template_files(section.chat)
+            chat = ChatRecords(section.chat, f"{key}.chat", on_bad_row, template_hash, processor)
         components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))
     names = [component.name for component in components]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise ValueError(f"data.mixture: two entries are named {duplicate!r}; give each its own name")
     return components
-
-
-def open_chat(section: Source, key: str, processor: ImageProcessor | None = None) -> ChatRecords | None:
-    """What the records of a source mean as conversations; None: they are text.
-
-    Args:
-        key: config key of the section `chat`, for errors.
-        processor: as in `open_components`.
-    """
-    if not isinstance(section, RecordSourceOptions | SyntheticChats) or section.chat is None:
-        return None
-    on_bad_row = "raise" if isinstance(section, SyntheticChats) else section.on_bad_row
-    return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat), processor)
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:
@@ -181,8 +172,6 @@ def build_token_reader(
     Args:
         shuffle_window: documents are shuffled within windows of this size; 0 or 1 keeps their order. Shards are
             shuffled as a whole.
-        key: RNG key of the shuffle, beside the seed.
-        encoder: None: tokenize in this process.
     """
     source = component.source
     if isinstance(source, ShardDocuments):
@@ -259,7 +248,6 @@ def build_preference_reader(
     """Read rows of one preference each: the chosen conversation, then the rejected one, each in half of the row.
 
     Args:
-        block_length: as in `build_row_reader`.
         is_unpaired: read rows of one labeled example each, in half of the row.
 
     Raises:
@@ -315,11 +303,7 @@ class MixedRowReader:
     """Components start again, in a new order, until each was read to its end once. False: each is read once."""
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
-        """Read rows; a position holds tokens, passes and position of each component.
-
-        Raises:
-            ValueError: a component has no rows.
-        """
+        """Read rows; a position holds tokens, passes and position of each component."""
         states = (
             [_ComponentState(**state) for state in position] if position else [_ComponentState() for _ in self.readers]
         )

@@ -48,7 +48,6 @@ class ShardPart(StrictModel):
 
     file: str
     bytes: NonNegativeInt
-    """Number of bytes."""
     sha256: str
 
 
@@ -58,7 +57,6 @@ class ShardEntry(StrictModel):
     documents: PositiveInt
     tokens: NonNegativeInt
     text_bytes: NonNegativeInt
-    """UTF-8 bytes of the text."""
     parts: tuple[ShardPart, ...]
 
 
@@ -66,9 +64,7 @@ class SplitIndex(StrictModel):
     """The documents of a split, in order."""
 
     identity: str
-    """Identity of the source."""
     provenance: str
-    """Provenance of the source."""
     skipped: dict[str, int] = {}
     """Records of the source left out or repaired, by reason."""
     shards: tuple[ShardEntry, ...] = ()
@@ -112,9 +108,6 @@ class ShardIndex(StrictModel):
 def read_index(directory: Path, key: str) -> ShardIndex:
     """Read the index of a complete directory.
 
-    Args:
-        key: config key of the directory, for errors.
-
     Raises:
         ValueError: there is no index, or it is damaged or of another version or format.
     """
@@ -145,11 +138,11 @@ def read_json_model(model_class: type[StrictModelT], path: Path, remedy: str) ->
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def check_sizes(directory: Path, split: SplitIndex) -> None:
-    """Check that every file exists and has the size in the index.
+def check_files(directory: Path, split: SplitIndex, *, reads_contents: bool = False) -> None:
+    """Check that every file exists and has the size in the index, and the checksum, if it ``reads_contents``.
 
     Raises:
-        ValueError: a file is missing or has another size.
+        ValueError: a file is missing or damaged.
     """
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
@@ -160,18 +153,7 @@ def check_sizes(directory: Path, split: SplitIndex) -> None:
             raise ValueError(
                 f"{path} has {actual_size:,} bytes, not {part.bytes:,}; copy it again, or make the data again"
             )
-
-
-def check_checksums(directory: Path, split: SplitIndex) -> None:
-    """Compare every file with its checksum. This reads all files.
-
-    Raises:
-        ValueError: a file is missing or damaged.
-    """
-    check_sizes(directory, split)
-    for part in (part for shard in split.shards for part in shard.parts):
-        path = directory / part.file
-        if hash_file(path) != part.sha256:
+        if reads_contents and hash_file(path) != part.sha256:
             raise ValueError(
                 f"{path} is damaged: its checksum is not the one in {INDEX_FILE}; copy it again, or make it again"
             )
@@ -233,7 +215,6 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        """Remove an unfinished shard."""
         with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
             self._ids.close()
         for path in self._paths:

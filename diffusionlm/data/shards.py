@@ -26,7 +26,7 @@ from diffusionlm.data.shard_files import (
     TOKENIZER_DIRECTORY,
     ShardEntry,
     ShardIndex,
-    check_sizes,
+    check_files,
     little_endian_dtype,
     read_index,
 )
@@ -55,9 +55,6 @@ class _ShardFile:
 class ShardDocuments:
     """The documents of one split, by index. Sizes are checked; ``diffusionlm-make-data`` checks the contents.
 
-    Args:
-        key: the config key of the section, for errors.
-
     Raises:
         ValueError: the directory is missing, incomplete or damaged, or of another version.
     """
@@ -69,7 +66,7 @@ class ShardDocuments:
         split_index = index.splits.get(split)
         if split_index is None or not split_index.documents:
             raise ValueError(f"{self._setting} has no {split} documents; make the data again")
-        check_sizes(directory, split_index)
+        check_files(directory, split_index)
         self.tokenizer_directory = directory / TOKENIZER_DIRECTORY
         if not self.tokenizer_directory.is_dir():
             raise ValueError(f"{self.tokenizer_directory} is missing; copy it again, or make the data again")
@@ -161,18 +158,13 @@ class ShardReader:
 
 
 class KeyedPermutation:
-    """A permutation of 0 to n - 1 that is a function of (n, seed, stream, key) and takes no memory.
+    """A permutation of 0 to n - 1, n >= 1, that is a function of (n, seed, stream, key) and takes no memory.
 
     A Feistel network over pairs (left, right) with left < a, right < b and a * b barely larger than n. Results outside
     of n go through it again (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-
-    Raises:
-        ValueError: n is not between 1 and 2 ** 62.
     """
 
     def __init__(self, n: int, seed: int, stream: RngStream, *key: int) -> None:
-        if not 1 <= n <= 1 << 62:
-            raise ValueError(f"n = {n}: a permutation needs 1 to 2 ** 62 items")
         self.n = n
         first_size = math.isqrt(n - 1) + 1
         self._sizes = (np.uint64(first_size), np.uint64(-(-n // first_size)))
@@ -234,7 +226,6 @@ def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _count_tokens(files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int) -> int:
-    """Count the tokens of the first ``num_documents`` documents."""
     total = 0
     for file, first in zip(files, first_documents.tolist(), strict=False):
         total += file.offsets[min(len(file.offsets) - 1, max(0, num_documents - first))]

@@ -13,10 +13,11 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.model import BlockAttention, ModelConfig
+from config.model import BlockAttention, ModelConfig, NoisyAttention
 from diffusionlm.diffusion.corruption import exclude_mask_tokens
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -59,7 +60,7 @@ class InputLayout:
     has_independent_blocks: bool = False
     """An answer token attends to the prompt and its own block only; blocks are counted from the end of the prompt."""
     clean_attention: BlockAttention = "block"
-    noisy_attention: BlockAttention = "block"
+    noisy_attention: NoisyAttention = "block"
     """Attention of the halves inside of a block (`BlockDiffusion`)."""
     bias: Tensor | None = field(default=None, compare=False)
     """Bias of bidirectional attention by positions of the row, [1, L, L] or [1, heads, L, L]; see `DenseBias`."""
@@ -88,7 +89,7 @@ class InputLayout:
         return self.block_length == 1 and self.alignment == "shifted" and self.clean_attention == "block"
 
     @property
-    def half_attention(self) -> tuple[BlockAttention, BlockAttention]:
+    def half_attention(self) -> tuple[BlockAttention, NoisyAttention]:
         """Attention of the clean and of the noisy half inside of a block."""
         return self.clean_attention, self.noisy_attention
 
@@ -141,8 +142,7 @@ class InputLayout:
             noise = self.mask_token if replacement_tokens_BL is None else torch.from_numpy(replacement_tokens_BL)
             inputs, pattern = torch.where(masked, noise, batch.tokens_BL), Bidirectional(documents_BL)
             if self.bias is not None:
-                L = batch.tokens_BL.shape[1]
-                pattern = DenseBias(self.bias[..., :L, :L], documents_BL)
+                pattern = DenseBias(self.bias[..., : masked.shape[1], : masked.shape[1]], documents_BL)
             elif self.has_independent_blocks:
                 assert self.block_length is not None
                 pattern = PromptAndOwnBlock(self.block_length, find_prompts(batch), documents_BL)
@@ -151,11 +151,12 @@ class InputLayout:
                 parts_BL = offsets_BL if batch.segment_BL is None else document_offsets(batch.segment_BL)
                 is_block_start_BL = (parts_BL % self.block_length == 0).expand(masked.shape)
                 if self.clean_attention == "token" or bool((is_block_start_BL & (offsets_BL > 0)).any()):
-                    inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
                     images = None if images is None else images.double()
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL, *self.half_attention)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
                     masked_indices_N = masked_indices_N[order]
+                    inputs, pattern, positions_N = self._order_noisy_half(inputs, pattern, positions_N, masked)
+                    inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
         return NoisedBatch(
             inputs,
             pattern,
@@ -168,6 +169,7 @@ class InputLayout:
             batch.segment_BL,
             is_eos_padding_N=None if is_padding_BL is None else is_padding_BL.flatten()[masked_indices_N],
             images=images,
+            masked_BS=None if self.is_autoregressive else F.pad(masked, (0, inputs.shape[1] - masked.shape[1])),
         )
 
     def add_clean_outputs(
@@ -214,6 +216,19 @@ class InputLayout:
         # The noisy output before a block belongs to another block; the clean one before it sees all tokens before it.
         return (positions_N - 1 + L * is_first_N).sort()
 
+    def _order_noisy_half(
+        self, inputs_BL: Tensor, pattern: BlockDiffusion, positions_N: Tensor, masked_BL: Tensor
+    ) -> tuple[Tensor, BlockDiffusion, Tensor]:
+        """Noisy inputs, pattern and output positions in the order of `NoisyAttention`. The masks of a block keep their
+        order, so the targets do."""
+        if self.noisy_attention != "visible_first":
+            return inputs_BL, pattern, positions_N
+        L = masked_BL.shape[1]
+        starts_BL, _ = pattern.block_bounds(L)
+        order_BL = (2 * starts_BL + masked_BL).argsort(dim=1, stable=True)
+        positions_N = positions_N + (order_BL.argsort(dim=1) - torch.arange(L))[masked_BL]
+        return inputs_BL.gather(1, order_BL), replace(pattern, noisy_positions_BL=order_BL), positions_N
+
 
 def anneal_attention(pattern: AttentionPattern, length: int, key: NoiseKey, num_steps: int) -> AttentionPattern:
     """Pattern between causal and ``pattern``: keys after the query are visible with probability (step + 1) / num_steps.
@@ -233,7 +248,10 @@ def anneal_attention(pattern: AttentionPattern, length: int, key: NoiseKey, num_
 def target_positions(noised_batch: NoisedBatch, alignment: LogitAlignment) -> Tensor:
     """Flat indices into B * L of the tokens that the output positions predict, [N]."""
     S = noised_batch.inputs_BS.shape[1]
-    L, positions_N = S // noised_batch.pattern.positions_per_token, noised_batch.positions_N
+    pattern, positions_N = noised_batch.pattern, noised_batch.positions_N
+    L = S // pattern.positions_per_token
+    if isinstance(pattern, BlockDiffusion) and pattern.noisy_positions_BL is not None:
+        return positions_N // S * L + pattern.default_positions(S, positions_N.device).flatten()[positions_N]
     return positions_N // S * L + positions_N % S % L + int(alignment == "shifted")
 
 

@@ -18,7 +18,7 @@ from diffusionlm.models.vision.inputs import ImageInputs
 
 FORWARD_TENSORS = (
     "inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N", "answer_lengths_Q",
-    "is_desirable_P1", "is_next_token_N",
+    "is_desirable_P1", "is_next_token_N", "masked_BS",
 )  # fmt: skip
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
@@ -146,6 +146,8 @@ class NoisedBatch:
     """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
     images: ImageInputs | None = None
     """Images at positions of the inputs. None: there are none."""
+    masked_BS: Tensor | None = None
+    """True at masked positions of the inputs. None: the inputs are clean tokens."""
     on_host: NoisedBatch | None = None
     """The batch on the CPU that this one is a copy of. None: this one is on the CPU."""
 
@@ -157,6 +159,11 @@ class NoisedBatch:
         indices_B = torch.arange(len(self.inputs_BS), device=self.inputs_BS.device if device is None else device)
         num_rows = self.num_rows or len(indices_B)
         return self.first_row + indices_B % num_rows + (indices_B // num_rows << MAX_STEP_ROWS_LOG2)
+
+    def run(self, model: Callable[..., Any], **options: Any) -> Any:
+        """Run the model on the batch: its logits at the output positions, [N, V]; with ``loss_inputs`` their losses."""
+        options |= {"images": self.images, "masked_BL": self.masked_BS, "output_positions": self.positions_N}
+        return model(self.inputs_BS, pattern=self.pattern, **options)
 
     def split_terms(self) -> list[NoisedBatch]:
         """The batch with the weights of masked tokens alone, and with those of the next-token loss, if it has both."""

@@ -300,12 +300,5 @@ class PreferenceLoss:
 @torch.no_grad()
 def compute_nll(model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs) -> Tensor:
     """Negative log-likelihood of each target, [N], in nats, without gradient."""
-    output = model(
-        noised_batch.inputs_BS,
-        pattern=noised_batch.pattern,
-        images=noised_batch.images,
-        output_positions=noised_batch.positions_N,
-        loss_inputs=loss_inputs,
-    )
-    nll_N: Tensor = output.nll_N
+    nll_N: Tensor = noised_batch.run(model, loss_inputs=loss_inputs).nll_N
     return nll_N

@@ -58,6 +58,10 @@ class RngStream(IntEnum):
     """(forward): positions that a request selects."""
     DRAFT_MASKS = 32
     """(): drafted tokens that a request masks again."""
+    DRAFT_ACCEPTANCE = 33
+    """(index of the new token): whether a draft of speculation is accepted."""
+    DRAFT_RESIDUAL = 34
+    """(index of the new token): the token in place of a rejected draft."""
 
 
 def keyed_rng(seed: int, stream: RngStream, *key: int) -> np.random.Generator:

@@ -42,9 +42,6 @@ def decode_answers(
 
     Args:
         batch_size: requests that are decoded at a time, taken in order; at least 1.
-
-    Raises:
-        ValueError: the model's probabilities are not finite.
     """
     answers = [(ActiveRequest(prepared), AnswerText(tokenizer, stop)) for prepared, stop in requests]
     indices = {id(request): index for index, (request, _) in enumerate(answers)}

@@ -42,7 +42,6 @@ def measure_draft_acceptance(
 
     Args:
         layout: if its clean half is not token-causal, or a block has no drafts, the result is empty.
-        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
     """
     L, shift = batch.tokens_BL.shape[1], int(layout.alignment == "shifted")
     batch_size = max(1, min(batch_size, MAX_LOGITS_BYTES // (8 * model.config.vocab_size * L)))
@@ -59,9 +58,7 @@ def measure_draft_acceptance(
         is_own_N = torch.from_numpy(is_draft).flatten()[target_positions(noised, layout.alignment)]
         both = layout.add_clean_outputs(noised, own, is_draft.astype(np.float64)).to(model.lm_head.weight.device)
         with nvtx.annotate("draft acceptance: forward"):
-            logits = model(
-                both.inputs_BS, pattern=both.pattern, images=both.images, output_positions=both.positions_N
-            ).float()
+            logits = both.run(model).float()
         logits[:, model.config.required_mask_token_id] = -torch.inf
         is_clean = (both.on_host or both).is_next_token_N
         assert is_clean is not None

@@ -134,11 +134,7 @@ class NelboEstimator:
 
     @torch.no_grad()
     def run_forward(self, model: Transformer, index: int) -> NelboForwardSums:
-        """Run forward ``index`` of 0 ... `num_forwards` - 1.
-
-        Raises:
-            ValueError: the model's probabilities are not finite.
-        """
+        """Run forward ``index`` of 0 ... `num_forwards` - 1."""
         rows, sample = self._locate_forward(index)
         batch = self.batch.select(rows)
         masked_BL, weights_BL, fractions_BL = self._build_masks(batch, rows.start, sample)
@@ -199,7 +195,6 @@ class NelboEstimator:
         return np.concatenate(is_masked), np.concatenate(weights)
 
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
-        """Combine the results of all forwards, in order."""
         sums_BK = np.zeros((len(self.maskable_BL), self.num_mc_samples))
         for index, sums in enumerate(forward_sums):
             sums_BK[self._locate_forward(index)] = sums.sums_B
@@ -242,14 +237,7 @@ def compute_masked_nll(
     noised = noised.to(model.lm_head.weight.device)
     loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)
     with nvtx.annotate("likelihood: forward"):
-        output = model(
-            noised.inputs_BS,
-            pattern=noised.pattern,
-            images=noised.images,
-            output_positions=noised.positions_N,
-            loss_inputs=loss_inputs,
-        )
-    nll_N = output.nll_N.double().cpu().numpy()
+        nll_N = noised.run(model, loss_inputs=loss_inputs).nll_N.double().cpu().numpy()
     check_finite(~np.isnan(nll_N))
     nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)

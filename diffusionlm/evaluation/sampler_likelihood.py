@@ -148,9 +148,6 @@ def greedy_matches(
     evaluation does (Nie et al. 2025): `generate` with ``low_confidence`` and one token per step. In block-causal
     attention blocks are decoded one after the other. Autoregressive models predict the tokens in order. Decoding stops
     at the first wrong token.
-
-    Raises:
-        ValueError: as `score_documents`.
     """
     config = AnswerLikelihoodConfig() if config is None else config
     builder = AnswerBuilder(model.config, config)

@@ -26,13 +26,11 @@ class LikelihoodReport:
     """Standard error of `nats_per_token` over rows, and Monte Carlo samples if there are any; infinite for a single
     row."""
     num_tokens: int
-    """Number of target tokens."""
     nats: float
     """Sum over target tokens."""
     row_nats: tuple[float, ...]
     """Sum over each row."""
     row_tokens: tuple[int, ...]
-    """Number of target tokens of each row."""
 
     @classmethod
     def from_rows(cls, nats_B: NDArray[np.float64], sizes_B: NDArray[np.int64], **details: Any) -> Self:

@@ -79,9 +79,7 @@ class LikelihoodResult:
     bits_per_byte: float
     bits_per_byte_standard_error: float
     num_tokens: int
-    """Number of scored tokens."""
     num_bytes: int
-    """Bytes of text in the scored tokens."""
     num_unscored_tokens: int
     """Tokens of the text that the model cannot predict: with shifted outputs the first of each document."""
     num_rows: int
@@ -89,7 +87,6 @@ class LikelihoodResult:
     num_forwards: int | None
     """Forwards of the sampler, summed over documents; None for a bound."""
     skipped_documents: dict[str, int]
-    """Number of skipped documents by reason."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     """See `NelboReport`; empty if the likelihood is exact."""
     eos_padding_nats_per_token: float | None
@@ -118,9 +115,6 @@ class OpenedText:
 
     def __init__(self, config: EvalConfig, model: ModelDescription | None = None) -> None:
         """Check the config against the model, and read the text.
-
-        Args:
-            model: of the config. None: it is read.
 
         Raises:
             ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does

@@ -61,9 +61,6 @@ def read_validation_rows(
 
     With ``chat.eos_padding = "batch_max"``, groups of ``training.batch_size`` rows are padded as the steps are.
 
-    Args:
-        components: the validation sources.
-
     Raises:
         ValueError: there is no validation text.
     """
@@ -105,9 +102,6 @@ class Validator:
         Args:
             processor: reads the images of conversations. None: images are refused.
             features: of images. None: none are stored.
-
-        Raises:
-            ValueError: there is no validation text.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
         self.training_components, self._processor, self._features = training_components, processor, features
@@ -160,7 +154,8 @@ class Validator:
         vocab_size = self.tokenizer.vocab_size
         ngrams: dict[str, float] = {}
         if self.config.validation.ngrams:
-            for order in sorted({2, max_order(vocab_size)}):
+            max_order = min(4, int(63 / np.log2(vocab_size)))  # whose n-gram codes fit into 63 bits
+            for order in sorted({2, max_order}):
                 model = NgramModel(tokens, order, vocab_size)
                 # A row starts without context, for the n-gram model as for the diffusion model.
                 logprobs = [np.log(model.probabilities(row.tokens_L[row.loss_mask_L].astype(np.int64))) for row in rows]
@@ -244,7 +239,6 @@ def evaluate(
         num_mc_samples: masked versions of each row.
         batch_size: rows per forward.
         layout: of the forwards. None: bidirectional. Without blocks the result includes the accuracy on masked tokens.
-        majority_token: the most frequent training token, if known.
         map_forwards: shares the forwards among the ranks.
 
     Raises:
@@ -296,11 +290,7 @@ def measure_masked_token_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> MaskedTokenAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible.
-
-    Args:
-        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
-    """
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding is visible."""
     maskable_BL = layout.maskable(batch)
     if batch.is_eos_padding_BL is not None:
         maskable_BL = maskable_BL & ~batch.is_eos_padding_BL.numpy()
@@ -319,12 +309,7 @@ def measure_masked_token_accuracy(
             model.lm_head.weight.device
         )
         with nvtx.annotate("masked accuracy: forward"):
-            logits_NV = model(
-                noised.inputs_BS,
-                pattern=noised.pattern,
-                images=noised.images,
-                output_positions=noised.positions_N,
-            ).float()
+            logits_NV = noised.run(model).float()
         logits_NV[:, model.config.required_mask_token_id] = float("-inf")
         is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]
         num_majority = 0 if majority_token is None else int((noised.targets_N == majority_token).sum())
@@ -384,11 +369,6 @@ class NgramModel:
             shorter = result[length - 1 :]
             result[length - 1 :] = np.where(total > 0.0, discounted + backoff_weight * shorter, shorter)
         return result
-
-
-def max_order(vocab_size: int) -> int:
-    """Largest order, up to 4, whose n-gram codes fit into 63 bits."""
-    return min(4, int(63 / np.log2(vocab_size)))
 
 
 def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:

@@ -35,7 +35,7 @@ GEMMA_OPTIONS_OFF: Options = {
 }
 DENSE_OPTIONS: Options = {**GEMMA_OPTIONS_OFF, "num_experts": 0}
 
-_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "block_length")
+_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "clean_alignment", "noisy_attention", "block_length")
 _MOE_KEYS = {
     "num_experts",
     "num_experts_per_tok",
@@ -95,6 +95,8 @@ class ModelFamily:
     """Ends of a chat turn and of a text, used where no file names more than these."""
     default_strategy: str = "low_confidence"
     """Decoding strategy where the config names none."""
+    next_token_first: bool = False
+    """Default of `GenerationConfig.next_token_first`."""
 
     activation_key: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = ("silu",)

@@ -61,5 +61,6 @@ NEMOTRON_LABS_DIFFUSION = NemotronFamily(
     supports_sliding_window=False,
     scales_queries=True,
     has_block_size_key=True,
-    default_strategy="low_confidence_dynamic",
+    default_strategy="threshold",
+    next_token_first=True,
 )

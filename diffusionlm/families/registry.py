@@ -57,6 +57,7 @@ _WEDLM_DIFFUSION: Options = {
     "mask_token_id": 151665,
     "logit_alignment": "same_position",
     "clean_alignment": "shifted",
+    "noisy_attention": "visible_first",
     "block_length": 32,
 }
 
@@ -108,6 +109,7 @@ _FAMILIES = (
         {"qk_norm": False, "attention_bias": True},
         _WEDLM_DIFFUSION,
         has_attention_output_bias=False,
+        default_strategy="penalized_entropy",
     ),
 )
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.model_type: family for family in _FAMILIES})

@@ -40,13 +40,19 @@ class DecodingBlock:
     positions: NDArray[np.int64]
     unmasking_schedule: tuple[float, ...]
     """One entry per step (`Strategy.unmasking_schedule`)."""
+    is_next_token: bool = False
+    """One position, which committed text predicts (`GenerationConfig.next_token_first`)."""
 
 
 def split_into_blocks(
-    masked_positions: NDArray[np.int64], settings: DecodingSettings, segments: TextSegments
+    masked_positions: NDArray[np.int64], settings: DecodingSettings, segments: TextSegments, *, is_infill: bool = False
 ) -> list[DecodingBlock]:
     """Split masked positions into blocks, left to right: every ``block_length`` of them or, with block-causal
-    attention, those of each block of the text. Independent blocks are counted from the first masked position.
+    attention, those of each block of the text. Independent blocks are counted from the first masked position. With
+    ``next_token_first`` the first position of each is a block of its own, unless it begins the text.
+
+    Args:
+        is_infill: of a canvas, which has no next tokens.
 
     Raises:
         ValueError: fewer ``steps`` than blocks.
@@ -65,13 +71,19 @@ def split_into_blocks(
             f"steps = {config.steps} is less than the number of blocks, {len(groups)} (block_length = {block_length}, "
             f"{num_masked} tokens): set at least one step per block"
         )
+    has_next_tokens = bool(config.next_token_first) and not is_infill
+    firsts = [group[: int(has_next_tokens and group[0] > 0)] for group in groups]
+    groups = [group[len(first) :] for first, group in zip(firsts, groups, strict=True)]
     if config.steps is not None and groups:
         share, surplus = divmod(config.steps, len(groups))
         num_steps = [share + (index < surplus) for index in range(len(groups))]
     else:
         uses_whole_blocks = settings.strategy.family.uses_whole_blocks
         num_steps = [config.denoising_steps or (block_length if uses_whole_blocks else len(group)) for group in groups]
-    return [
-        DecodingBlock(group, settings.strategy.unmasking_schedule(len(group), count, block_length))
-        for group, count in zip(groups, num_steps, strict=True)
-    ]
+    blocks = []
+    for first, group, count in zip(firsts, groups, num_steps, strict=True):
+        if len(first):
+            blocks.append(DecodingBlock(first, (1,), is_next_token=True))
+        if len(group):
+            blocks.append(DecodingBlock(group, settings.strategy.unmasking_schedule(len(group), count, block_length)))
+    return blocks

@@ -86,6 +86,8 @@ class InputText:
     adapter: ModelAdapter | None = None
     images: TextImages | None = None
     """None: the text has no images, and its position ids are indices."""
+    masked_L: NDArray[np.bool_] | None = None
+    """True at masked positions, which an adapter may act on alone. None: there are none."""
 
     @property
     def reads_text_alone(self) -> bool:
@@ -102,6 +104,12 @@ class InputText:
     def input_tokens(self) -> NDArray[np.int64]:
         """Tokens that the forward reads, [Q]."""
         return self.tokens_L[self.sequence.start : self.sequence.end]
+
+    @property
+    def masked_inputs(self) -> NDArray[np.bool_]:
+        """True at those of them that are masks, [Q]."""
+        start, end = self.sequence.start, self.sequence.end
+        return np.zeros(end - start, np.bool_) if self.masked_L is None else self.masked_L[start:end]
 
 
 @dataclass(frozen=True)
@@ -204,11 +212,13 @@ class _StaticAttention(PreparedAttention):
 
 def select_graph_pool(model: Transformer) -> Callable[[], CapturePool] | None:
     """What makes the memory of a model's graphs; None: it has none, because they are off, it is not on a GPU, autocast
-    is on, its attention backend has no cached form, or experts make the host wait."""
+    is on, its attention backend has no cached form, its adapter acts on masks alone, or experts make the host wait."""
     device = model.lm_head.weight.device
     if device.type != "cuda" or not model.uses_cuda_graphs or torch.is_autocast_enabled(device.type):
         return None
-    if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
+    if model.masked_rows is not None or model.attention_backend in ("tiled", "flex"):
+        return None
+    if any(isinstance(module, MoE) for module in model.modules()):
         return None
     return partial(CapturePool, device)
 
@@ -352,7 +362,7 @@ def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
 def _find_num_queries(sequences: Sequence[SequenceSlice]) -> int | None:
     """Inputs of a part: a block of block-causal attention, and with bidirectional attention the bucket of what the
     longest text reads. None: the sequences have no graph."""
-    if any(sequence.pages is None for sequence in sequences):
+    if any(sequence.pages is None or sequence.position_ids is not None for sequence in sequences):
         return None
     if all(isinstance(sequence.pattern, Bidirectional) for sequence in sequences):
         bucket = bisect_left(BUCKETS, max(sequence.num_inputs for sequence in sequences))

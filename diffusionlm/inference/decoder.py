@@ -35,6 +35,7 @@ from diffusionlm.inference.scheduler import (
     end_with_error,
     free_frames,
 )
+from diffusionlm.inference.speculation.adaptive import DraftPolicy
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import Bidirectional
@@ -71,7 +72,7 @@ class Decoder:
         Raises:
             ValueError: the model cannot be deterministic.
         """
-        self.counts = DecoderCounts()
+        self.counts, self._draft_policy = DecoderCounts(), DraftPolicy()
         self.scheduler = Scheduler(num_pages, limits, self.counts, pauses_slow_constraints=pauses_slow_constraints)
         page_size, deterministic = limits.page_size or PAGE_SIZE, limits.deterministic
         self.pool = self.scheduler.pages.pool
@@ -136,6 +137,10 @@ class Decoder:
         Raises:
             ValueError: it can never fit into the cache.
         """
+        # Ranks that each decode the same requests run the same forwards, so none of them can go by its own clock.
+        is_decoded_here = not self._model.has_collective_forwards or self.runner.announce is not None
+        if request.speculation is not None and request.settings.config.speculation == "auto" and is_decoded_here:
+            request.speculation.policy = self._draft_policy
         self.scheduler.add(request)
 
     def remove(self, request: ActiveRequest) -> None:
@@ -179,6 +184,8 @@ class Decoder:
         self.counts.num_batched_tokens += num_tokens
         self.counts.steps_by_tokens[bisect_left(TOKEN_BOUNDS, num_tokens)] += 1
         self.counts.num_request_steps += sum(item.is_decoded for item in scheduled)
+        if all(item.num_tokens <= item.request.num_short_inputs for item in scheduled):
+            self._draft_policy.record_step(len(scheduled), num_tokens, seconds)
 
     def _predict(self, scheduled: Sequence[ScheduledRequest]) -> list[Predictions | Exception | None]:
         """Run a forward: predictions for each request that is decoded, None for one whose text is read, or its error.

@@ -88,7 +88,7 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         state = request.speculation
         start, end = min(request.cached_length, state.start - 1), state.block_end
         return ScheduledRequest(request, start, end, end, state.num_final, noisy_start=state.block_start)
-    config, length, shift = request.settings.config, len(request.tokens_L), request.settings.output_shift
+    config, length, shift = request.settings.config, len(request.tokens_L), request.output_shift
     block_length, block_positions = request.settings.block_causal_length, request.blocks[0].positions
     block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
     first_output = max(0, int(request.output_positions[0]) - shift)
@@ -99,8 +99,10 @@ def schedule_step(request: ActiveRequest) -> ScheduledRequest:
         num_visible = min(segments.block_end(last_start, block_length), length)
         if block_length == 1 and shift:
             num_visible = last_start  # No output that is computed attends to the token itself.
-        start = min(request.cached_length, first_output) if request.uses_cache else 0
         noisy_start = block_start if request.settings.has_noisy_blocks else None
+        if request.blocks[0].is_next_token:
+            num_visible, noisy_start = int(block_positions[0]), None
+        start = min(request.cached_length, first_output) if request.uses_cache else 0
         return ScheduledRequest(request, start, num_visible, num_visible, block_start, noisy_start=noisy_start)
     num_visible = block_end if config.canvas == "growing" else length
     if not request.uses_cache or request.needs_prefill:
@@ -130,14 +132,14 @@ def schedule_prompt_part(request: ActiveRequest, num_tokens: int) -> ScheduledRe
 
 def count_final_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose keys and values the next step does not compute anew."""
-    first_output = max(0, int(request.output_positions[0]) - request.settings.output_shift)
+    first_output = max(0, int(request.output_positions[0]) - request.output_shift)
     return min(schedule_step(request).cached_length, first_output)
 
 
 def count_unchanging_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
     step reads the position before the block again."""
-    return max(0, request.cached_length - request.settings.output_shift)
+    return max(0, request.cached_length - request.output_shift)
 
 
 class ModelRunner:
@@ -218,13 +220,16 @@ class ModelRunner:
             torch.from_numpy(np.concatenate([text.input_tokens for text in texts]))[None], device
         )
         images = join_images(self._model, batch.sequences, [text.images for text in texts])
-        adapters = [text.adapter for text in texts]
+        adapters, masked_Q = [text.adapter for text in texts], np.concatenate([text.masked_inputs for text in texts])
         if not any(adapters):
             self._model.keeps_vocabulary_shards = keeps_shards
-            return self._model(tokens_1Q, pattern=batch, images=images)
+            masked_1Q = None
+            if self._model.masked_rows is not None:
+                masked_1Q = copy_to_device(torch.from_numpy(masked_Q)[None], device)
+            return self._model(tokens_1Q, pattern=batch, images=images, masked_BL=masked_1Q)
         assert self._adapted is not None, "prepare_adapter precedes"
         self._adapted.model.keeps_vocabulary_shards = keeps_shards
-        with self._adapted.rows.adapters_context(batch, adapters, device):
+        with self._adapted.rows.adapters_context(batch, adapters, masked_Q, device):
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
     def _texts(self, item: ScheduledRequest, number: int) -> Iterator[InputText]:
@@ -236,10 +241,10 @@ class ModelRunner:
             return
         sequence, outputs = text.sequence, text.sequence.outputs
         assert outputs is not None
-        is_causal = item.request.settings.model.noisy_attention == "token"
+        is_causal = item.request.settings.model.noisy_attention != "block"
         if sequence.pages is None:
             pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
-            yield replace(text, sequence=replace(sequence, pattern=pattern))
+            yield _order_inputs(replace(text, sequence=replace(sequence, pattern=pattern)), item)
             return
         if item.start < middle:
             own = outputs[outputs < middle]
@@ -247,7 +252,8 @@ class ModelRunner:
         if middle < item.end:
             own = outputs[outputs >= middle]
             noisy_pattern = CAUSAL if is_causal else BIDIRECTIONAL
-            yield replace(text, sequence=replace(sequence, start=middle, pattern=noisy_pattern, outputs=own))
+            noisy = replace(sequence, start=middle, pattern=noisy_pattern, outputs=own)
+            yield _order_inputs(replace(text, sequence=noisy), item)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given: masks at the same
@@ -262,12 +268,15 @@ class ModelRunner:
             outputs=outputs if item.is_decoded else outputs[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.input_tokens_L
+        adapter, masked_L = request.adapter, request.masked_inputs_L
+        if adapter is not None and adapter.acts_on_masks and not masked_L[item.start : item.end].any():
+            adapter = None
         if request.mrope_positions_3L is None:
-            return InputText(tokens_L, sequence, request.adapter)
+            return InputText(tokens_L, sequence, adapter, masked_L=masked_L)
         images = () if number else request.options.images
         features = [(placed.start, request.image_features.get(placed.image.digest)) for placed in images]
         read = tuple((start, features_EFD) for start, features_EFD in features if features_EFD is not None)
-        return InputText(tokens_L, sequence, request.adapter, TextImages(request.mrope_positions_3L, read))
+        return InputText(tokens_L, sequence, adapter, TextImages(request.mrope_positions_3L, read), masked_L)
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""
@@ -282,6 +291,21 @@ class ModelRunner:
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._get_pattern(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern
+
+
+def _order_inputs(text: InputText, item: ScheduledRequest) -> InputText:
+    """The same inputs, those of a noisy block in the order in which its keys are visible: with ``visible_first`` its
+    tokens precede its masks, each with its own position id (WeDLM)."""
+    if item.request.settings.model.noisy_attention != "visible_first":
+        return text
+    sequence, middle = text.sequence, item.noisy_start
+    assert sequence.outputs is not None and middle is not None
+    order_L = np.arange(item.end)
+    order_L[middle:] = middle + item.request.is_masked_L[middle : item.end].argsort(kind="stable")
+    outputs, ids = order_L.argsort()[sequence.outputs], order_L[sequence.start :]
+    masked_L = None if text.masked_L is None else text.masked_L[order_L]
+    sequence = replace(sequence, outputs=outputs, position_ids=ids)
+    return replace(text, tokens_L=text.tokens_L[order_L], masked_L=masked_L, sequence=sequence)
 
 
 def build_pattern(settings: DecodingSettings) -> AttentionPattern:

@@ -206,7 +206,7 @@ def prepare_request(
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
             a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, a canvas
             is to be filled and the model has no mask token, an option is wrong, no text fits the constraints, or a
-            canvas or a constraint is used with speculation.
+            canvas is used with speculation, or a constraint with rejection.
     """
     _check_options(options, settings.model)
     with prefix_errors(label or ("canvas 0" if options.is_infill else "prompt 0")):
@@ -216,11 +216,13 @@ def prepare_request(
 def _prepare(
     settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
 ) -> PreparedRequest:
-    if settings.has_speculation and (options.is_infill or any(options.constraints)):
+    if settings.has_speculation and options.is_infill:
         raise ValueError(
-            f'speculation = "{settings.config.speculation}" continues prompts, and has no '
-            f"{'infilling' if options.is_infill else 'constraints'}: remove it for this request"
+            f'speculation = "{settings.config.speculation}" continues prompts, and has no infilling: remove it for '
+            "this request"
         )
+    if settings.rejects_drafts and any(options.constraints):
+        raise ValueError('acceptance = "rejection" has no constraints: set "keyed", or remove the constraint')
     if options.is_read:
         settings = resolve_read_settings(settings)
     _check_segments(settings, options.segments, len(token_ids))
@@ -236,7 +238,7 @@ def _prepare(
         masks = [settings.placeholder_token_id] * (canvas_length - len(token_ids))
         canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
         masked_positions = np.arange(len(token_ids), canvas_length)
-    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments))
+    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments, is_infill=options.is_infill))
     if options.is_read and blocks:
         blocks = (DecodingBlock(masked_positions, (len(masked_positions),)),)
     request = PreparedRequest(settings, options, seed, canvas_L, masked_positions, blocks, text_length)
@@ -276,7 +278,8 @@ def prepare_prompt_scoring(
     Raises:
         ValueError: the text is longer than the model's context, or a token id is outside the vocabulary.
     """
-    model, keys = settings.model, ("attention", "attention_bias", "block_length", "block_origin", "canvas")
+    keys = ("attention", "attention_bias", "block_length", "block_origin", "canvas", "next_token_first")
+    model = settings.model
     _check_length(len(token_ids), settings, "shorten the text")
     check_token_ids(token_ids, model)
     config = GenerationConfig(remasking_strategy="sequential", **{key: getattr(settings.config, key) for key in keys})

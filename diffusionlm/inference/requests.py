@@ -141,6 +141,8 @@ class Predictions:
     top_logprobs_NT: NDArray[np.float64]
     choice_logprobs: tuple[tuple[float, ...], ...] = ()
     """Of the choices of each span of a read."""
+    draft_probs: tuple[Tensor, ...] = ()
+    """Distributions, [V], of the tokens that the forward has drafted, on its device, if rejection verifies them."""
 
 
 class ActiveRequest:
@@ -260,7 +262,8 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        adapter = None if self.adapter is None else self.adapter.number
+        # Of an adapter of masks they are the base's: no mask is cached.
+        adapter = None if self.adapter is None or self.adapter.acts_on_masks else self.adapter.number
         return repr((self.settings.block_causal_length, adapter, self.options.cache_salt)).encode()
 
     @property
@@ -268,11 +271,26 @@ class ActiveRequest:
         """What forwards read: the text, with drafts of speculation in place of masks."""
         return self.tokens_L if self.speculation is None else self.speculation.place(self.tokens_L)
 
+    @property
+    def masked_inputs_L(self) -> NDArray[np.bool_]:
+        """True where forwards read a mask. In blocks of one token none do: an output is that of the token before."""
+        if self.speculation is not None:
+            return self.is_masked_L & (np.arange(len(self.tokens_L)) >= self.speculation.first_mask)
+        if self.settings.block_causal_length == 1 and self.settings.output_shift:
+            return np.zeros_like(self.is_masked_L)
+        return self.is_masked_L
+
+    @property
+    def output_shift(self) -> int:
+        """1 if output i - 1 predicts token i of the current block."""
+        is_next_token = bool(self.blocks) and self.blocks[0].is_next_token
+        return int(is_next_token or self.settings.output_shift)
+
     def output_rows(self) -> NDArray[np.int64]:
         """Inputs whose outputs predict `output_positions`, [N]."""
         if self.speculation is not None:
             return self.speculation.output_rows()
-        return self.output_positions - self.settings.output_shift
+        return self.output_positions - self.output_shift
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone. With speculation the
@@ -347,7 +365,7 @@ class ActiveRequest:
         self.is_prepared, length = False, len(self.tokens_L)
         self.choice_logprobs = predictions.choice_logprobs
         if self.speculation is not None:
-            count = self.speculation.accept(predictions.tokens_N, self._stop_token_ids)
+            count = self.speculation.accept(predictions.tokens_N, self._stop_token_ids, predictions.draft_probs)
             self.cached_length += max(0, count - 1)  # the last token has no keys yet
             is_selected_M = is_committed_N = np.arange(len(predictions.tokens_N)) < count
         elif self._strategy.measure is None:
@@ -382,6 +400,7 @@ class ActiveRequest:
             DecodeState(
                 confidence_M=confidence_M,
                 is_masked_M=self.is_masked_L[self._candidate_positions],
+                positions_M=self._candidate_positions,
                 uniforms_M=uniforms_M,
                 schedule_value=schedule[self.step],
                 step=self.step,

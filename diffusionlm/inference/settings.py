@@ -59,12 +59,18 @@ class DecodingSettings:
     @property
     def has_noisy_blocks(self) -> bool:
         """Blocks are denoised after token-causal text, which each becomes when it is complete."""
-        return self.model.clean_alignment == "shifted" and self.block_causal_length not in (None, 1)
+        return _has_noisy_blocks(self.config, self.model)
 
     @property
     def has_speculation(self) -> bool:
         """Tokens are drafted, and then verified."""
         return self.config.speculation != "none"
+
+    @property
+    def rejects_drafts(self) -> bool:
+        """Drafts are verified by rejection sampling. Without a temperature nothing is drawn, and the most probable
+        tokens are compared."""
+        return self.config.acceptance == "rejection" and self.temperature > 0.0
 
     @property
     def placeholder_token_id(self) -> int:
@@ -99,8 +105,8 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
     Raises:
         ValueError: a key has no effect with the default strategy of the model's family, a cache or canvas is impossible
             with the attention, a block is longer than the model's context, a token id is outside the vocabulary, every
-            token is suppressed, guidance is used without a mask token, or speculation with a model that does not
-            predict next tokens or has no drafter.
+            token is suppressed, guidance is used without a mask token, ``next_token_first`` without noisy blocks, or
+            speculation with a model that does not predict next tokens or has no drafter.
     """
     if config.speculation != "none":
         _check_drafter(config, model)
@@ -160,10 +166,23 @@ def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelCon
         defaults["block_origin"] = model.block_origin
     if config.total_length is None:
         defaults["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) is None})
+    config = config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) is None})
+    if config.next_token_first is None and _has_noisy_blocks(config, model):
+        return config.model_copy(update={"next_token_first": get_family(model).next_token_first})
+    return config
+
+
+def _has_noisy_blocks(config: GenerationConfig, model: ModelConfig) -> bool:
+    is_block_causal = config.attention == "block_causal" and config.block_length != 1
+    return is_block_causal and model.clean_alignment == "shifted"
 
 
 def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
+    if config.next_token_first and not _has_noisy_blocks(config, model):
+        raise ValueError(
+            "next_token_first = true needs blocks of several tokens after token-causal text: remove it, or use a model "
+            'with clean_alignment = "shifted", attention = "block_causal" and a block_length of at least 2'
+        )
     if config.block_length is not None and config.block_length > model.max_position_embeddings:
         raise ValueError(
             f"block_length = {config.block_length} is more than the model's context, max_position_embeddings = "

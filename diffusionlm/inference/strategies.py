@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from config.base import Fraction, PositiveFloat, PositiveFraction, Probability
+from config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction, Probability
 from diffusionlm.inference.strategy import (
     DREAM,
     FAST_DLLM,
@@ -22,6 +22,7 @@ from diffusionlm.inference.strategy import (
     SDAR,
     TOKEN_PROBABILITY,
     TOP2_MARGIN,
+    WEDLM,
     ConfidenceDependentCount,
     DecodeState,
     IndependentUnmasking,
@@ -200,6 +201,27 @@ class Factor(ConfidenceDependentCount):
         required_M = 1.0 - self.factor / np.arange(2, len(sorted_M) + 2)
         # Confidences fall and requirements rise, so the positions that pass come first.
         return select_most_confident(state.confidence_M, max(1, int((sorted_M >= required_M).sum())))
+
+
+class PenalizedEntropy(ConfidenceDependentCount):
+    """All positions i whose entropy + `position_penalty` (i - first masked position) is below `entropy_threshold`, at
+    least the one with the lowest sum."""
+
+    # The published code slides a window of 16 positions over its masks; here the window is the block.
+    name = "penalized_entropy"
+    family = WEDLM
+    forwards = "1 to m"
+    measure = NEGATIVE_ENTROPY
+
+    entropy_threshold: PositiveFloat = 0.4
+    """Threshold on the sum, in nats."""
+    position_penalty: NonNegativeFloat = 0.02
+    """Nats for each position after the first masked one."""
+
+    def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
+        scores_M = state.confidence_M - self.position_penalty * (state.positions_M - state.positions_M[0])
+        passes_M = exceeds_threshold(scores_M, -self.entropy_threshold, ">")
+        return select_most_confident(scores_M, 1) | passes_M
 
 
 class Origin(IndependentUnmasking):

@@ -89,6 +89,7 @@ SDAR = StrategyFamily(
 FAST_DLLM = StrategyFamily("Fast-dLLM", "Wu et al. 2025, arXiv 2505.22618", confidence_from="unfiltered")
 DREAM = StrategyFamily("Dream", "Ye et al. 2025, arXiv 2508.15487, generation_utils.py", confidence_from="filtered")
 MDLM = StrategyFamily("MDLM", "Sahoo et al. 2024, arXiv 2406.07524", confidence_from="unfiltered", temperature=1.0)
+WEDLM = StrategyFamily("WeDLM", "Tencent 2025, arXiv 2512.22737", confidence_from="unfiltered")
 P2 = StrategyFamily("P2", "Peng et al. 2025, arXiv 2502.03540, as in Open-dLLM", confidence_from="filtered")
 REMDM = StrategyFamily("ReMDM", "Wang et al. 2025, arXiv 2503.00307", confidence_from="unfiltered", temperature=1.0)
 
@@ -107,6 +108,8 @@ class DecodeState:
     """Computed by the strategy's `measure`; -inf where the proposed token is deferred; zeros without a measure."""
     is_masked_M: NDArray[np.bool_]
     """All True unless the strategy can remask."""
+    positions_M: NDArray[np.int64]
+    """In the text, ascending."""
     uniforms_M: NDArray[np.float64]
     """Random numbers in [0, 1). Undefined for a deterministic strategy."""
     schedule_value: float

@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.finetune.lora import HEAD, LoraConfig
+from config.finetune.lora import HEAD, ROUTER_SUFFIX, LoraConfig
+from config.model import ModelConfig
 from diffusionlm.kernels.loss_types import HeadRows
-from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
+from diffusionlm.kernels.low_rank import low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype
+from diffusionlm.models.adapter_inputs import AdapterDropout, MaskedRows
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.transformer import Transformer
 
@@ -34,42 +36,6 @@ _START = "start_"
 """Begins the names of the buffers of `keep_start`."""
 NF4_BLOCK_SIZE = 64
 """Weights that share one scale."""
-
-
-class AdapterDropout:
-    """Dropout of the adapters of one model. It is on inside of `dropout_context` only, so never in evaluation.
-
-    Masks are a hash of the key, the token and the module (`dropout_mask`): accumulation, the number of ranks and
-    activation checkpointing do not change them.
-    """
-
-    def __init__(self, probability: float) -> None:
-        self.probability = probability
-        self._tokens: Tensor | None = None
-        self.output_tokens: Tensor | None = None
-        """Hashes of the tokens at the output positions of the current forward, [P]."""
-
-    @contextmanager
-    def dropout_context(self, key: int, rows_B: Tensor, length: int, output_positions: Tensor) -> Iterator[None]:
-        """Context of a forward and its backward.
-
-        Args:
-            key: 32 bits, of the optimizer step.
-            rows_B: number of each row in the step.
-            length: positions of a row.
-            output_positions: as in `Transformer.forward`.
-        """
-        self._tokens = hash_tokens(key, rows_B, length)
-        self.output_tokens = self._tokens[output_positions]
-        try:
-            yield
-        finally:
-            self._tokens = self.output_tokens = None
-
-    def mask(self, x: Tensor, key: Tensor) -> Tensor | None:
-        """Mask of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: dropout is off."""
-        tokens = self._tokens if x.dim() == 3 else self.output_tokens
-        return None if tokens is None else dropout_mask(tokens, key, x.shape[-1], self.probability)
 
 
 class NF4Weight:
@@ -101,6 +67,7 @@ class NF4Weight:
 
 class LoRALinear(Linear):
     """``W x + s B A dropout(x)`` (Hu et al. 2021, eq. 3); with DoRA the rows of ``W + s B A`` have trained norms.
+    With ``masked_rows`` it is ``W x`` at all other positions.
 
     PiSSA and OLoRA begin with a product B0 A0 that is part of W: it is subtracted here, ``s (B A - B0 A0)``, so that
     the weight never changes.
@@ -117,13 +84,19 @@ class LoRALinear(Linear):
         *,
         name: str = "",
         dropout: AdapterDropout | None = None,
+        masked_rows: MaskedRows | None = None,
     ) -> None:
-        """``name`` is the module's, which is part of the key of its dropout masks. ``dropout`` None: no dropout."""
+        """
+        Args:
+            name: of the module, which is part of the key of its dropout masks.
+            dropout: None: no dropout.
+            masked_rows: that the adapter acts on. None: it acts on all.
+        """
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.quantized: NF4Weight | None = None
-        self.scale, self.init, self.dropout = scale, config.init, dropout
+        self.scale, self.init, self.dropout, self.masked_rows = scale, config.init, dropout, masked_rows
         # A tensor, and on the CPU: the compiler would compile a number into the code, and so each module anew.
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         self.dropout_key = torch.tensor(key, device="cpu")
@@ -158,16 +131,14 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if self.adapter_values == "none":
+        if self.adapter_values == "none" or (self.masked_rows is not None and self.masked_rows.of(x) is None):
             return self._project(x)
         A, B = self.factors()
-        has_dropout = self.adapter_values == "trained"
-        keep = self.dropout.mask(x, self.dropout_key) if self.dropout is not None and has_dropout else None
-        scale = self.scale if keep is None or self.dropout is None else self.scale / (1 - self.dropout.probability)
+        keep, scale = self._select_inputs(x)
         low_dtype = compute_dtype(x) if torch.is_autocast_enabled(x.device.type) else A.dtype
         if self._is_fused(x, low_dtype):
             return low_rank_linear(x.to(low_dtype), self.frozen_weight, self.bias, A, B, scale, keep)
-        dropped = x if keep is None else x * keep.view(x.shape)
+        dropped = x if keep is None else x * keep.view(*x.shape[:-1], keep.shape[1])
         low = F.linear(F.linear(dropped.to(low_dtype), A), B) * scale
         if self.lora_magnitude is None:
             base = self._project(x)
@@ -175,6 +146,17 @@ class LoRALinear(Linear):
         base = F.linear(x, self.frozen_weight.to(compute_dtype(x)))
         out = ((base + low) * self.row_factor()).to(base.dtype)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def _select_inputs(self, x: Tensor) -> tuple[Tensor | None, float]:
+        """Mask of what A reads, [T, in] or [T, 1], and the scale of the product. None: A reads all."""
+        keep, scale = None, self.scale
+        if self.dropout is not None and self.adapter_values == "trained":
+            keep = self.dropout.mask(x, self.dropout_key)
+            scale = scale if keep is None else scale / (1 - self.dropout.probability)
+        is_masked_T1 = None if self.masked_rows is None else self.masked_rows.of(x)
+        if is_masked_T1 is not None:
+            keep = is_masked_T1 if keep is None else keep & is_masked_T1
+        return keep, scale
 
     def _project(self, x: Tensor) -> Tensor:
         """The projection of the base."""
@@ -305,11 +287,14 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
     Raises:
         ValueError: the model has an adapter; the targets match no projection, or a tied head; a rank exceeds the number
             of factors of a projection; a token id is not in the vocabulary, or there is no mask token; rows of a table
-            are trained that is trained whole.
+            are trained that is trained whole; masked positions alone cannot have the adapter.
     """
     if any(adapter_modules(model)):
         raise ValueError("the model has an adapter already: merge it first, or load the model again")
     targets = list_targets(model, config, names)
+    if config.positions == "masks":
+        _check_masked_positions(model.config, [name for name, _ in targets])
+        model.masked_rows = MaskedRows()
     config.check_token_ids(model.config.vocab_size)
     model.requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
@@ -323,7 +308,8 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
                 f'lora.init = "{config.init}" takes that many of its factors: use a smaller rank, or leave it out with '
                 "lora.exclude"
             )
-        adapted = LoRALinear(module, rank, config.scale_of(target), config, name=name, dropout=dropout)
+        scale, rows = config.scale_of(target), model.masked_rows
+        adapted = LoRALinear(module, rank, scale, config, name=name, dropout=dropout, masked_rows=rows)
         if not adapted.weight.is_meta:
             adapted.initialize(generator)
         model.set_submodule(name, adapted.train(module.training))
@@ -392,6 +378,25 @@ def list_targets(
     return [(name, projections[name]) for name in selected]
 
 
+def _check_masked_positions(model: ModelConfig, targets: Sequence[str]) -> None:
+    """Check that an adapter of these projections can act on masked positions alone.
+
+    Raises:
+        ValueError: the model has no token-causal text, which the adapter would leave as it is, or no masks; or a
+            projection is the head, whose product is part of the loss, or of a mixture of experts.
+    """
+    if model.mask_token_id is None or not (model.is_autoregressive or model.clean_alignment == "shifted"):
+        raise ValueError(
+            'lora.positions = "masks" adapts a drafter, and needs a model with a mask token that predicts next tokens '
+            '(clean_alignment = "shifted" in its config.json, or an autoregressive model): set lora.positions = "all"'
+        )
+    for name in targets:
+        if name == HEAD or name.endswith(ROUTER_SUFFIX) or ".experts." in name:
+            raise ValueError(
+                f'lora.positions = "masks" is not supported for {name}: leave it out with lora.targets or lora.exclude'
+            )
+
+
 def _add_trained_rows(model: Transformer, token_ids: Sequence[int], has_head_rows: bool) -> None:
     embedding = TrainedRowsEmbedding(model.model.embed_tokens, token_ids).train(model.training)
     model.model.embed_tokens = embedding
@@ -455,7 +460,15 @@ def merge_adapter(model: Transformer) -> None:
     """Replace the adapters by their whole weights: computed in at least fp32, rounded once to the dtype of the base.
 
     The weights of the base are not changed, because others may share them.
+
+    Raises:
+        ValueError: the adapter acts on masked positions alone.
     """
+    if model.masked_rows is not None:
+        raise ValueError(
+            'an adapter with positions = "masks" has no merged weights, because other positions have those of the '
+            "base: use it beside its base, such as with --adapter"
+        )
     merged: dict[Tensor, nn.Parameter] = {}
     for name, module in list(adapter_modules(model)):
         with torch.device("meta"):

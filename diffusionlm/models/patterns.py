@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from config.model import BlockAttention
+from config.model import BlockAttention, NoisyAttention
 from diffusionlm.models.tensors import copy_to_device
 
 Intervals = tuple[Tensor, Tensor]
@@ -49,7 +49,7 @@ class AttentionPattern(Protocol):
         """Number of positions that have keys, for ``length`` inputs; it is larger if keys are gathered."""
 
     def default_positions(self, length: int, device: torch.device | str) -> Tensor:
-        """Position of each input in its sequence, [length]: 0, 1, 2 ..., again in the second half of two streams."""
+        """Position of each input in its sequence, [length] or [B, length]: 0, 1, 2 ..., again in a second half."""
 
     def with_documents(self, documents_BL: Tensor) -> AttentionPattern:
         """Copy with other documents."""
@@ -215,9 +215,8 @@ class CausalThenBlock(_PatternBase):
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(None, length, device)
-        return bounds.same_document_mask(window) & (
-            bounds.positions_1L < self.key_limit(bounds.positions_1L)[..., None]
-        )
+        ends_1L1 = self.key_limit(bounds.positions_1L)[..., None]
+        return bounds.same_document_mask(window) & (bounds.positions_1L < ends_1L1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
         bounds = _DocumentBounds.from_documents(None, length, device)
@@ -237,12 +236,18 @@ class BlockDiffusion(_BlockPattern):
     The sequence has 2 L positions for L tokens. A noisy query attends to its own noisy block and to the clean blocks
     before it. A clean query attends to its own clean block and to the clean blocks before it. Clean queries never
     attend to noisy keys. A half whose attention is "token" is causal inside of its blocks, too (clean:
-    Nemotron-Labs-Diffusion; both: I-DLM, arXiv 2604.11035).
+    Nemotron-Labs-Diffusion; both: I-DLM, arXiv 2604.11035), with "visible_first" in the order of its inputs (WeDLM).
     """
 
     positions_per_token: ClassVar[int] = 2
     clean: BlockAttention = "block"
-    noisy: BlockAttention = "block"
+    noisy: NoisyAttention = "block"
+    noisy_positions_BL: Tensor | None = None
+    """Position of each noisy input, [B, L]: of "visible_first". None: ascending."""
+
+    def default_positions(self, length: int, device: torch.device | str) -> Tensor:
+        positions_S, noisy_BL = super().default_positions(length, device), self.noisy_positions_BL
+        return positions_S if noisy_BL is None else torch.cat([noisy_BL, noisy_BL.sort(dim=1).values], dim=1)
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
@@ -289,7 +294,7 @@ class CleanAndBlockCopies(_PatternBase):
     copy_bounds: tuple[tuple[int, int], ...]
     """First query of each copy and the one after its last, at least one copy; queries before the first are clean."""
     clean: BlockAttention = "block"
-    noisy: BlockAttention = "block"
+    noisy: NoisyAttention = "block"
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         starts_1SR, ends_1SR = self.intervals(length, device, window)
@@ -307,17 +312,15 @@ class CleanAndBlockCopies(_PatternBase):
         ends_S = block_starts_S + self.block_length if self.clean == "block" else positions_S + 1
         clean_ends_S[:num_clean] = ends_S[:num_clean].clamp(max=num_clean)
         bounds_C2 = torch.tensor(self.copy_bounds)
-        sizes_C = bounds_C2[:, 1] - bounds_C2[:, 0]
         own_S2 = torch.zeros(length, 2, dtype=torch.int64)
-        own_S2[num_clean:] = bounds_C2.repeat_interleave(sizes_C, dim=0)
-        if self.noisy == "token":
+        own_S2[num_clean:] = bounds_C2.repeat_interleave(bounds_C2.diff(dim=1)[:, 0], dim=0)
+        if self.noisy != "block":
             own_S2[num_clean:, 1] = torch.arange(num_clean, length) + 1
         clean_S2 = torch.stack([torch.zeros_like(clean_ends_S), clean_ends_S], dim=-1)
         if window is not None:
             # A clean key is its position; a key of a copy is as far from the query as in the text.
-            queries_S = torch.arange(length)
             clean_S2 = _clip_to_reach(clean_S2, positions_S, window)
-            own_S2 = _clip_to_reach(own_S2, queries_S, window)
+            own_S2 = _clip_to_reach(own_S2, torch.arange(length), window)
         # Computed on the CPU: the copies are of different lengths, for which the host would wait.
         ranges_1SR2 = copy_to_device(torch.stack([clean_S2, own_S2], dim=1)[None], torch.device(device))
         return ranges_1SR2[..., 0], ranges_1SR2[..., 1]
@@ -336,10 +339,8 @@ class PromptAndOwnBlock(_PatternBase):
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
         if self.is_prompt_BL.dtype != torch.bool or self.is_prompt_BL.dim() != 2:
-            raise ValueError(
-                f"is_prompt_BL must be boolean [B or 1, L], not {self.is_prompt_BL.dtype} "
-                f"{list(self.is_prompt_BL.shape)}"
-            )
+            own = f"{self.is_prompt_BL.dtype} {list(self.is_prompt_BL.shape)}"
+            raise ValueError(f"is_prompt_BL must be boolean [B or 1, L], not {own}")
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds, prompt_ends_BL = self._bounds_and_prompt_ends(length, device)

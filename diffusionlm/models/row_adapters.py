@@ -16,6 +16,7 @@ from itertools import count
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from diffusionlm.models.layers import Embedding, Linear
@@ -34,6 +35,8 @@ class ModelAdapter:
     """By name of the model's module that each one adapts."""
     parts: Mapping[str, _LowRankProduct | _HeadRows]
     """What it adds to projections, by the same names."""
+    acts_on_masks: bool = False
+    """It acts on masked positions alone."""
     number: int = field(default_factory=count().__next__)
     """No other adapter of the process has it, not even one that is gone: cached keys and values belong to it."""
 
@@ -42,7 +45,8 @@ class ModelAdapter:
         """The adapter that is on a model."""
         modules = dict(adapter_modules(model))
         projections = {name: module for name, module in modules.items() if isinstance(module, Linear)}
-        return cls(modules, {name: _build_part(module) for name, module in projections.items()})
+        parts = {name: _build_part(module) for name, module in projections.items()}
+        return cls(modules, parts, acts_on_masks=model.masked_rows is not None)
 
     def check_model(self, model: Transformer, name: str) -> None:
         """Check that the adapter, which has this name, shares the weights of a model.
@@ -76,21 +80,28 @@ class AdapterRows:
 
     @contextmanager
     def adapters_context(
-        self, batch: VarlenBatch, adapters: Sequence[ModelAdapter | None], device: torch.device
+        self,
+        batch: VarlenBatch,
+        adapters: Sequence[ModelAdapter | None],
+        masked_Q: NDArray[np.bool_],
+        device: torch.device,
     ) -> Iterator[None]:
         """Context of a forward.
 
         Args:
             adapters: that of each sequence; None: the model itself.
+            masked_Q: True at masked inputs.
         """
-        inputs = [np.full(part.num_inputs, index) for index, part in enumerate(batch.sequences)]
-        outputs = [np.full(len(part.output_offsets), index) for index, part in enumerate(batch.sequences)]
+        sequences_Q = np.repeat(np.arange(len(adapters)), [part.num_inputs for part in batch.sequences])
+        output_positions = batch.output_positions()
+        outputs = ALL_ROWS if output_positions is None else output_positions.numpy()
         self._groups = {}
-        for sequences in (np.concatenate(inputs), np.concatenate(outputs)):
+        for sequences, is_masked in ((sequences_Q, masked_Q), (sequences_Q[outputs], masked_Q[outputs])):
             groups: list[RowGroup] = []
             for adapter in dict.fromkeys(adapter for adapter in adapters if adapter is not None):
                 own = [index for index, other in enumerate(adapters) if other is adapter]
-                rows = np.flatnonzero(np.isin(sequences, own))
+                is_own = np.isin(sequences, own)
+                rows = np.flatnonzero(is_own & is_masked if adapter.acts_on_masks else is_own)
                 if len(rows):
                     is_alone = len(rows) == len(sequences)
                     groups.append((adapter, ALL_ROWS if is_alone else copy_to_device(torch.from_numpy(rows), device)))

@@ -19,6 +19,7 @@ from config.training.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
 from diffusionlm.kernels.loss_types import VocabularyShard
 from diffusionlm.kernels.precision import compute_dtype
+from diffusionlm.models.adapter_inputs import MaskedRows
 from diffusionlm.models.attention import Attention, PreparedAttention, PreparedBatch
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
@@ -121,6 +122,8 @@ class Transformer(nn.Module):
         """Rows of the head on this rank. None: all."""
         self.keeps_vocabulary_shards = False
         """Return this rank's columns of the logits, -inf for padding, instead of gathering those of all ranks."""
+        self.masked_rows: MaskedRows | None = None
+        """Inputs that the adapter acts on. None: it acts on all, or there is none."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         mrope_section = None if config.vision is None else config.vision.mrope_section
@@ -138,6 +141,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
         images: ImageInputs | None = ...,
+        masked_BL: Tensor | None = ...,
         output_positions: Tensor,
         loss_inputs: LossInputs,
     ) -> LossOutput: ...
@@ -151,6 +155,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
         images: ImageInputs | None = ...,
+        masked_BL: Tensor | None = ...,
         output_positions: Tensor | None = ...,
         loss_inputs: None = ...,
     ) -> Tensor: ...
@@ -166,6 +171,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
         images: ImageInputs | None = None,
+        masked_BL: Tensor | None = None,
         output_positions: Tensor | None = None,
         loss_inputs: LossInputs | None = None,
     ) -> Tensor | LossOutput:
@@ -179,6 +185,8 @@ class Transformer(nn.Module):
                 sequence.
             inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
             images: features in place of embeddings, and more after the first blocks (DeepStack); the position ids.
+            masked_BL: True at masked positions, which an adapter with ``positions = "masks"`` acts on. A mask token in
+                text is none. None: no position is masked.
             output_positions: flat indices into B * L, ascending, [P]. The last block computes queries and feed-forward,
                 and the head logits, for these positions only.
             loss_inputs: targets and weights at ``output_positions``; the logits are never held all at once.
@@ -199,6 +207,8 @@ class Transformer(nn.Module):
             attentions, positions, output_positions = self._prepare_varlen_attention(pattern, tokens_BL, x.device)
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
+        if self.masked_rows is not None:
+            self.masked_rows.set(masked_BL, output_positions)
         deep_features_KMD: Sequence[Tensor] = ()
         if images is None and self._always_runs_tower():
             images = ImageInputs.none(positions)
@@ -212,12 +222,7 @@ class Transformer(nn.Module):
             x = block(x, rope, attention, output_positions=output_positions if index == last else None, routings=log)
             if images is not None and index < len(deep_features_KMD):
                 x = x.flatten(0, 1).index_add(0, images.indices_M, deep_features_KMD[index]).view_as(x)
-        x = self.model.norm(x)
-        softcap = self.config.final_logit_softcapping
-        if loss_inputs is None:
-            logits: Tensor = self.lm_head(x)
-            return logits if softcap is None else soft_cap(logits, softcap)
-        return self._compute_loss(x, loss_inputs, log)
+        return self._compute_output(self.model.norm(x), loss_inputs, log)
 
     def compute_features(self, patches_PC: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Features of images, [E, F, D], as a forward with their patches computes them; a forward by itself."""
@@ -246,12 +251,15 @@ class Transformer(nn.Module):
         scale = torch.full((), self.config.hidden_size**0.5, dtype=torch.float32, device=x_BLD.device)
         return x_BLD * scale.to(x_BLD.dtype)
 
-    def _compute_loss(self, x_PD: Tensor, loss_inputs: LossInputs, log: RoutingLog | None) -> LossOutput:
-        """Loss at the output positions, and the load-balancing loss of the routings."""
+    def _compute_output(self, x: Tensor, loss_inputs: LossInputs | None, log: RoutingLog | None) -> Tensor | LossOutput:
+        """Logits of x [..., D]; with loss inputs the loss, and the load-balancing loss of the routings."""
+        softcap, shard = self.config.final_logit_softcapping, self.vocabulary_shard
+        if loss_inputs is None:
+            logits: Tensor = self.lm_head(x)
+            return logits if softcap is None else soft_cap(logits, softcap)
         head_rows = self.lm_head.head_rows()
         head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
-        softcap, shard = self.config.final_logit_softcapping, self.vocabulary_shard
-        output = linear_cross_entropy(x_PD, head, loss_inputs, softcap, head_rows=head_rows, shard=shard)
+        output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows, shard=shard)
         if log is None or not log.routings:
             return output
         load_balancing_loss = compute_load_balancing_loss(log.routings, self.sum_over_ranks)

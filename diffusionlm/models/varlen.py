@@ -47,9 +47,9 @@ class SequenceSlice:
     pages: Sequence[int] | None = None
     """Pages of the cache for its positions, ascending. None: no cache; keys and values are those of the inputs."""
     outputs: NDArray[np.int64] | None = None
-    """Positions whose outputs are computed, ascending. None: all inputs."""
+    """Inputs whose outputs are computed, by index in the sequence. None: all."""
     position_ids: NDArray[np.int64] | None = None
-    """Position of each input for the rotary embedding, where several inputs have the same one. None: start ... end."""
+    """Position of each input for the rotary embedding, where it is not its index. None: start ... end."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end <= self.num_visible:
@@ -62,10 +62,10 @@ class SequenceSlice:
                 f"inputs from position {self.start} to {self.end} of {self.num_visible}: without a cache all visible "
                 "positions are inputs"
             )
-        if self.position_ids is not None and (self.pages is not None or len(self.position_ids) != self.num_inputs):
+        if self.position_ids is not None and len(self.position_ids) != self.num_inputs:
             raise ValueError(
                 f"{len(self.position_ids)} position_ids for {self.num_inputs} inputs: a sequence with ids of its own "
-                "has one for each input, and no cache"
+                "has one for each input"
             )
 
     @property
@@ -75,7 +75,7 @@ class SequenceSlice:
 
     @property
     def input_positions(self) -> NDArray[np.int64]:
-        """Position of each input, [Q]."""
+        """Position of each input for the rotary embedding, [Q]."""
         return np.arange(self.start, self.end) if self.position_ids is None else self.position_ids
 
     @property
@@ -122,7 +122,7 @@ class VarlenBatch:
         return sum(part.num_inputs for part in self.sequences)
 
     def positions(self) -> Tensor:
-        """Position of each input in its sequence, [1, Q], on the CPU."""
+        """Position of each input for the rotary embedding, [1, Q], on the CPU."""
         return torch.from_numpy(np.concatenate([part.input_positions for part in self.sequences]))[None]
 
     def output_positions(self) -> Tensor | None:
@@ -206,7 +206,8 @@ class VarlenAttention(PreparedAttention):
 
 
 class _InputIndices:
-    """Positions, slots and key limits of all inputs, copied to the device without waiting for it."""
+    """Positions, indices in the sequence, slots and key limits of all inputs, copied to the device without waiting for
+    it."""
 
     def __init__(self, batch: VarlenBatch, device: torch.device) -> None:
         self.cache, self.copies_keys, self.device = batch.cache, batch.copies_keys, device
@@ -226,8 +227,9 @@ class _InputIndices:
             self.rows[id(part)] = (first_input, first_output)
             first_input += part.num_inputs
             first_output += len(part.output_offsets)
-        packed = torch.cat([batch.positions(), torch.from_numpy(np.stack([slots_Q, limits_Q]))])
-        self.positions_Q, self.slots_Q, self.limits_Q = copy_to_device(packed, device).unbind()
+        indices_Q = np.concatenate([np.arange(part.start, part.end) for part in batch.sequences])
+        packed = torch.cat([batch.positions(), torch.from_numpy(np.stack([indices_Q, slots_Q, limits_Q]))])
+        self.positions_Q, self.indices_Q, self.slots_Q, self.limits_Q = copy_to_device(packed, device).unbind()
         self._cached_rows, cached_rows = None, np.flatnonzero(is_cached_Q)
         if len(cached_rows) < batch.num_inputs:
             self._cached_rows = copy_to_device(torch.from_numpy(cached_rows), device)
@@ -353,7 +355,7 @@ class _CachedSequences:
             inputs.cache,
             _gathered_slots(inputs.cache, group, num_keys, inputs.device),
             num_keys,
-            self.rows.select(inputs.positions_Q),
+            self.rows.select(inputs.indices_Q),
             self.rows.select(inputs.limits_Q),
             needs_mask=window is not None or any(limit_Q.min() < num_keys for limit_Q in limits),
             window=window,

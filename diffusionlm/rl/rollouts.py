@@ -22,7 +22,7 @@ from diffusionlm.evaluation.answer_decoding import DecodedAnswer, decode_answers
 from diffusionlm.evaluation.sampler_likelihood import check_plain_distributions
 from diffusionlm.evaluation.tasks.item_task import TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems
+from diffusionlm.evaluation.tasks.preparation import PreparedItems
 from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
@@ -69,6 +69,8 @@ def check_trainable(settings: DecodingSettings) -> None:
     check_plain_distributions(settings, temperatures=(1.0,))
     if config.min_new_tokens:
         raise ValueError(f"min_new_tokens = {config.min_new_tokens} forbids stop tokens at first: remove it")
+    if config.next_token_first:
+        raise ValueError("next_token_first = true commits tokens of the clean half, which no replay scores: set false")
     if strategy.can_remask:
         raise ValueError(
             f'remasking_strategy = "{strategy.name}" masks tokens again, which no replay scores: use another'

@@ -100,14 +100,12 @@ class Engine:
         self.model = model
         self._max_unfinished = limits.max_requests + limits.max_waiting
         self._deterministic = limits.deterministic
-        self._followers = _start_followers(model, limits, device)
-        model = model if self._followers is None else self._followers.model
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
         self._adapters: dict[str, ModelAdapter] = {}
         self._load_lock = threading.Lock()
-        self._start_decoder(model, limits, adapters or {})
+        self._start_decoder(limits, device, adapters or {})
         self._submitted: list[EngineRequest] = []
         """Requests that the thread has not seen yet."""
         self._aborted: list[EngineRequest] = []
@@ -123,8 +121,16 @@ class Engine:
         release_team()  # of the caller, who has loaded the model
         self._thread.start()
 
-    def _start_decoder(self, model: Transformer, limits: EngineLimits, adapters: Mapping[str, ModelAdapter]) -> None:
-        """Allocate the cache, on all processes of the model, and load adapters."""
+    def _start_decoder(self, limits: EngineLimits, device: str | None, adapters: Mapping[str, ModelAdapter]) -> None:
+        """Start the other processes of the model, allocate the cache on all of them, and load adapters."""
+        model = self.model
+        self._followers: Followers | None = None
+        if limits.tensor_parallel > 1:
+            # Imported here: it loads the distributed package of torch.
+            from diffusionlm.serving.followers import Followers
+
+            self._followers = Followers(model, limits.tensor_parallel, device or model.lm_head.weight.device.type)
+            model = self._followers.model
         try:
             num_pages, limits = _size_cache(model, limits)
             self._decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
@@ -389,26 +395,8 @@ def _use_one_thread() -> None:
     other.join()
 
 
-def _start_followers(model: Transformer, limits: EngineLimits, device: str | None) -> Followers | None:
-    """Start the other processes of a model. None: there are none.
-
-    Raises:
-        ValueError: they cannot divide it; names the key.
-    """
-    if limits.tensor_parallel == 1:
-        return None
-    # Imported here: it loads the distributed package of torch.
-    from diffusionlm.serving.followers import Followers
-
-    return Followers(model, limits.tensor_parallel, device or model.lm_head.weight.device.type)
-
-
 def _size_cache(model: Transformer, limits: EngineLimits) -> tuple[int, EngineLimits]:
-    """Number of pages that the memory holds, and the limits with the size of a page, which holds whole blocks.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """Number of pages that the memory holds, and the limits with the size of a page, which holds whole blocks."""
     config, itemsize = model.config, compute_dtype(model.lm_head.weight).itemsize
     block_length = config.block_length or 1
     page_size = limits.page_size or -(-PAGE_SIZE // block_length) * block_length
@@ -423,11 +411,7 @@ def _size_cache(model: Transformer, limits: EngineLimits) -> tuple[int, EngineLi
 
 
 def _check_model(model: Transformer) -> None:
-    """Check that a thread can decode with a model.
-
-    Raises:
-        ValueError: its attention backend has no cached form, or autocast is on.
-    """
+    """Check that a thread can decode with a model."""
     if model.attention_backend not in ("auto", "eager", "sdpa"):
         raise ValueError(
             f'attention_backend = "{model.attention_backend}" has no cached form: use "auto", "eager" or "sdpa"'

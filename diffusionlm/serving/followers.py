@@ -145,7 +145,7 @@ class Followers:
         lack of adapters is sent first, and those that are gone are forgotten."""
         for adapter in {text.adapter for text in texts if text.adapter is not None}:
             if adapter.number not in self._sent:
-                self._send(("adapter", adapter.number, self._parts[adapter]))
+                self._send(("adapter", adapter.number, adapter.acts_on_masks, self._parts[adapter]))
                 self._sent.add(adapter.number)
         # A list of references: another thread may add an adapter meanwhile.
         adapters = (reference() for reference in self._parts.keyrefs())
@@ -214,9 +214,9 @@ def follow(spec: ModelSpec, rank: int, size: int, store: str) -> None:
             match message[0]:
                 case ("cache", int(num_pages), int(page_size)):
                     runner = ModelRunner(model, build_cache(model, num_pages, page_size))
-                case ("adapter", int(number), [*parts]):
+                case ("adapter", int(number), bool(acts_on_masks), [*parts]):
                     own = _move_parts(parts[rank], spec.device(rank))
-                    adapters[number] = ModelAdapter(own, own, number)
+                    adapters[number] = ModelAdapter(own, own, acts_on_masks, number)
                     runner.prepare_adapter(adapters[number])
                 case ("forget", set(numbers)):
                     adapters = {number: own for number, own in adapters.items() if number not in numbers}
@@ -242,21 +242,23 @@ def build_cache(model: Transformer, num_pages: int, page_size: int) -> PagedCach
     )
 
 
-Message = tuple[NDArray[np.int64], SequenceSlice, int | None, TextImages | None]
-"""The tokens of a text that are read, where they are, the number of its adapter, and what of its images is read."""
+Message = tuple[NDArray[np.int64], NDArray[np.bool_], SequenceSlice, int | None, TextImages | None]
+"""The tokens of a text that are read, which of them are masks, where they are, the number of its adapter, and what of
+its images is read."""
 
 
 def _to_message(text: InputText) -> Message:
     start, end = text.sequence.start, text.sequence.end
     images = None if text.images is None else text.images.restrict(start, end)
-    return text.input_tokens, text.sequence, None if text.adapter is None else text.adapter.number, images
+    number = None if text.adapter is None else text.adapter.number
+    return text.input_tokens, text.masked_inputs, text.sequence, number, images
 
 
 def _from_message(message: Message, adapters: Mapping[int, ModelAdapter]) -> InputText:
-    input_tokens, sequence, number, images = message
-    tokens_L = np.zeros(sequence.end, np.int64)
-    tokens_L[sequence.start :] = input_tokens
-    return InputText(tokens_L, sequence, None if number is None else adapters[number], images)
+    input_tokens, masked_inputs, sequence, number, images = message
+    tokens_L, masked_L = np.zeros(sequence.end, np.int64), np.zeros(sequence.end, np.bool_)
+    tokens_L[sequence.start :], masked_L[sequence.start :] = input_tokens, masked_inputs
+    return InputText(tokens_L, sequence, None if number is None else adapters[number], images, masked_L)
 
 
 def _divide_part(part: Any, shard: Shard | None) -> Any:

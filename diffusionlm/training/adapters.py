@@ -107,7 +107,6 @@ class ModelFiles:
 
     @property
     def frozen_names(self) -> set[str]:
-        """Parameters that are not trained."""
         return {name for name, value in self.whole_model.named_parameters() if not value.requires_grad}
 
     def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
@@ -115,7 +114,6 @@ class ModelFiles:
         settings of the image processor.
 
         Args:
-            folder: must exist.
             weights: whole, by parameter name.
         """
         if self.processor is not None:

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config.training.runtime import RuntimeConfig
+from diffusionlm.models.adapter_inputs import AdapterDropout, MaskedRows
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.layers import RotaryTables, compute_dtype
-from diffusionlm.models.lora import AdapterDropout, find_dropout
+from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.moe import MoE, RoutingLog
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
@@ -105,15 +106,17 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
     triton_setup.set_kernel_rounding()
     # torch compiles eight versions of a function by default, and then runs it uncompiled with a warning.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VERSIONS)
-    dropout = find_dropout(model)
+    dropout, masked_rows = find_dropout(model), model.masked_rows
     for block in model.model.layers:
         assert isinstance(block, Block)
         if isinstance(block.mlp, MoE):
             block.mlp.forward = _disable_compile(block.mlp.forward)  # type: ignore[method-assign]
-        block.forward = _compile_forward(block, backend, dropout)  # type: ignore[method-assign]
+        block.forward = _compile_forward(block, backend, dropout, masked_rows)  # type: ignore[method-assign]
 
 
-def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: AdapterDropout | None) -> Forward:
+def _compile_forward(
+    block: Block, backend: str | Callable[..., Any], dropout: AdapterDropout | None, masked_rows: MaskedRows | None
+) -> Forward:
     forward, head_dim = block.forward, block.self_attn.head_dim
     compiled = torch.compile(forward, backend=backend)
     call_attention, call_at_positions = _disable_compile(_call_attention), _disable_compile(_call_at_positions)
@@ -132,6 +135,8 @@ def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: A
             torch._dynamo.maybe_mark_dynamic(output_positions, 0)
             if dropout is not None and dropout.output_tokens is not None:
                 torch._dynamo.maybe_mark_dynamic(dropout.output_tokens, 0)
+            if masked_rows is not None and masked_rows.outputs_P1 is not None:
+                torch._dynamo.maybe_mark_dynamic(masked_rows.outputs_P1, 0)
         q_0L1H = x_BLD.new_empty((0, x_BLD.shape[1], 1, head_dim), dtype=compute_dtype(x_BLD))
         traceable = attention.traceable(q_0L1H)
         if traceable is None:

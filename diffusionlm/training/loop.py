@@ -58,9 +58,6 @@ class TrainResult:
 def train(config: TrainConfig, build: Callable[[TrainConfig, RunDirectory, World], Run] = build_run) -> TrainResult:
     """Train as the config says, or resume the run in ``run.directory``. Under torchrun every rank calls this.
 
-    Args:
-        build: builds the parts of the run.
-
     Raises:
         ValueError: the user can fix it; the text names the config key or the file.
     """
@@ -226,11 +223,7 @@ class MetricsTracker:
             raise
 
     def add_step(self, metrics: StepMetrics, loaded: LoadedStep, due: set[Action]) -> None:
-        """Add the step that was launched last, and read, count and log what is due.
-
-        Raises:
-            ValueError: too many steps in a row were skipped.
-        """
+        """Add the step that was launched last, and read, count and log what is due."""
         metrics.start_copy()
         self._unread.append(metrics)
         self._log_waiting()
@@ -335,6 +328,5 @@ def pause_garbage_collection(every_steps: int) -> Iterator[None]:
 
 
 def collect_garbage(step: int, every_steps: int) -> None:
-    """Collect if ``step`` is a multiple of ``every_steps``."""
     if every_steps and step % every_steps == 0:
         gc.collect()

@@ -112,7 +112,6 @@ def build_logger(run: Run) -> RunLogger:
 
 
 def log_data_sources(run: Run, logger: RunLogger) -> None:
-    """Log an event for each data source."""
     for component in run.components:
         skipped = "".join(f"; {count:,} {reason}" for reason, count in count_skipped([component]).items())
         text = f"data: {component.name}, {component.source.provenance} ({component.source.identity}){skipped}"
@@ -306,7 +305,6 @@ def to_validation_bound(result: EvaluationResult, step: int) -> ValidationBound:
 
 
 def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float]:
-    """Logged metrics of an evaluation."""
     return {
         f"{prefix}_nats_per_token": result.nats_per_token,
         f"{prefix}_standard_error": result.standard_error,

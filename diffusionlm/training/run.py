@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from config.finetune.preference import PreferenceConfig
+from config.model import VISION_PREFIX
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig
 from config.training.parallel import FSDP
@@ -34,7 +36,6 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
-from diffusionlm.training.image_features import open_feature_store
 from diffusionlm.training.metrics import StepMonitor, TrainingProgress
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
@@ -52,6 +53,7 @@ from diffusionlm.training.setup import (
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import Prefetcher, StepSettings, TrainState, autocast
+from diffusionlm.vision.features import FeatureStore
 from diffusionlm.vision.processor import ImageProcessor
 from files.terminal_text import print_message
 from files.usage_error import prefix_errors
@@ -179,7 +181,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     precision = choose_precision(config.training, device)
     model_builder = create_model_builder(config, tokenizer, precision)
     state = build_train_state(config, model_builder, world, device, precision)
-    features = open_feature_store(config, model_builder, state.model, world, precision)
+    features = _open_feature_store(config, model_builder, state.model, world, precision)
     spec = replace(build_loader_spec(config, tokenizer, state.model, world, processor), features=features)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
@@ -228,11 +230,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
 def build_train_state(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
 ) -> TrainState:
-    """Build the model, distribute it over the ranks, and build what updates it.
-
-    Raises:
-        ValueError: weights do not fit, or the parallel strategy or the optimizer is not available.
-    """
+    """Build the model, distribute it over the ranks, and build what updates it."""
     model = builder.build_on_meta() if config.parallel.has_collective_forwards else builder.build(device)
     num_tokens = (config.training.max_steps or 0) * config.training.batch_size * config.row_length
     runtime = config.runtime
@@ -282,9 +280,6 @@ def build_reference(
     the dtype of their products, in which it computes what the float32 model does. Under FSDP it is divided like the
     model. None: the loss compares with nothing, or with the trained model itself without its adapter, if that is all
     that is trained.
-
-    Raises:
-        ValueError: `rl.kl.model` is of another architecture.
     """
     is_base = config.lora is not None and not config.lora.trains_base
     if not config.has_reference or (is_base and config.reference_model is None):
@@ -300,11 +295,35 @@ def build_reference(
     return model.requires_grad_(requires_grad=False).to(device)
 
 
+def _open_feature_store(
+    config: TrainConfig, builder: ModelBuilder, model: Transformer, world: World, precision: torch.dtype
+) -> FeatureStore | None:
+    """Open `data.images.cache_features`, and let the model store the features that it computes. None: it is not set."""
+    directory = config.data.images.cache_features
+    if directory is None:
+        return None
+    store = FeatureStore.open(directory, world.run_on_first(lambda: _hash_tower(builder)), precision)
+    model.store_features = store.write
+    return store
+
+
+def _hash_tower(builder: ModelBuilder) -> str:
+    """SHA-256 of the config and the initial weights of a vision tower, in hex."""
+    vision, value = builder.config.vision, replace(builder, adapter=None).values()
+    assert vision is not None, "the config refuses to store features without a tower"
+    digest = hashlib.sha256(vision.model_dump_json().encode())
+    for name, _ in builder.build_on_meta().named_parameters():
+        if name.startswith(VISION_PREFIX):
+            digest.update(f"{name} {TensorDigest.from_tensor(value(name)).exact}".encode())
+    return digest.hexdigest()
+
+
 def _describe_files(
     state: TrainState, builder: ModelBuilder, config: TrainConfig, world: World, processor: ImageProcessor | None
 ) -> ModelFiles:
     whole_model = builder.build_on_meta() if world.mesh.is_divided else state.model
-    return ModelFiles(state.model, whole_model, config, world.run_on_first(builder.fingerprint_base), processor)
+    fingerprint = None if builder.adapter is None else world.run_on_first(builder.fingerprint_directory)
+    return ModelFiles(state.model, whole_model, config, fingerprint, processor)
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
@@ -336,11 +355,7 @@ def build_loader_spec(
     world: World,
     processor: ImageProcessor | None = None,
 ) -> LoaderSpec:
-    """The loader of this rank's part of each step.
-
-    Raises:
-        ValueError: ``training.batch_size`` is not divisible by the number of ranks.
-    """
+    """The loader of this rank's part of each step."""
     sequences_per_rank = config.sequences_per_rank(world.data_size)
     return LoaderSpec(
         config.data,

@@ -128,8 +128,7 @@ def resume_run(run: Run) -> None:
     checkpoint = run.directory.store.load_newest(only_on_first_rank(run.world, print_message), run.world)
     if checkpoint is None:
         return
-    _check_same_data(run, checkpoint)
-    _check_same_reference(run, checkpoint)
+    _check_same_inputs(run, checkpoint)
     state = run.state
     weights = run.model_files.read(checkpoint)
     frozen_names = run.model_files.frozen_names & weights.keys()
@@ -150,49 +149,35 @@ def resume_run(run: Run) -> None:
     run.log(f"going on from {checkpoint.path}")
 
 
-def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
-    if run.config.checkpoint.config_change == "accept":
+def _check_same_inputs(run: Run, checkpoint: LoadedCheckpoint) -> None:
+    """Check that data, tokenizer, images and reference are those of the checkpoint, unless they may differ."""
+    config, stored, reference = run.config, checkpoint.state, run.reference_fingerprint
+    if config.checkpoint.config_change == "accept":
         return
     current = {
         "data_identity": compute_data_identity(run.components),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
     }
-    for key, value in current.items():
-        if checkpoint.state[key] != value:
-            raise ValueError(
-                f"{checkpoint.path} was made with {key} {checkpoint.state[key]}, now it is {value}: going on would mix "
-                'them. Name another run.directory, or set checkpoint.config_change = "accept"'
-            )
-    old_templates = checkpoint.state.get("chat_templates", {})  # absent in older checkpoints
-    for name, digest in hash_templates(run.components).items():
-        if old_templates.get(name, digest) != digest:
-            raise ValueError(
-                f"{name}: the content of this chat template has changed since {checkpoint.path} was made: going on "
-                'would mix them. Restore it, name another run.directory, or set checkpoint.config_change = "accept"'
-            )
+    differences = [f"{key}: {stored[key]} -> {value}" for key, value in current.items() if stored[key] != value]
+    old_templates = stored.get("chat_templates", {})  # absent in older checkpoints
+    differences += [
+        f"the content of {name}"
+        for name, digest in hash_templates(run.components).items()
+        if old_templates.get(name, digest) != digest
+    ]
     processor = run.model_files.processor
     if processor is not None and load_processor(checkpoint.path) != processor:
+        differences.append(f"preprocessor_config.json of model.init_from = {config.model.init_from}")
+    old_reference = BaseFingerprint.from_metadata(stored.get("reference") or {})
+    if reference is not None and old_reference != reference:
+        key, path = ("model", config.model.init_from) if config.lora is None else ("lora", config.lora.init_from)
+        detail = (old_reference and old_reference.find_difference(reference)) or "it was another one"
+        differences.append(f"the reference of preferences, {key}.init_from = {path}: {detail}")
+    if differences:
         raise ValueError(
-            f"{checkpoint.path} was made with another image processor than that of model.init_from = "
-            f"{run.config.model.init_from}: going on would mix sizes of images. Restore its preprocessor_config.json, "
-            'name another run.directory, or set checkpoint.config_change = "accept"'
+            f"{checkpoint.path} was made with other inputs: {'; '.join(differences)}. Restore them, name another "
+            'run.directory, or set checkpoint.config_change = "accept"'
         )
-
-
-def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:
-    state, current, config = checkpoint.state, run.reference_fingerprint, run.config
-    stored = BaseFingerprint.from_metadata(state.get("reference") or {})
-    if current is None or stored == current or config.checkpoint.config_change == "accept":
-        return
-    difference = (stored and stored.find_difference(current)) or "it was another one"
-    source = f"model.init_from = {config.model.init_from}"
-    if config.lora is not None:
-        source = f"lora.init_from = {config.lora.init_from}"
-    raise ValueError(
-        f"the reference of preferences, {source}, is not that of "
-        f"{checkpoint.path}: {difference or 'it was another one'}. Restore it, name another run.directory, or set "
-        'checkpoint.config_change = "accept"'
-    )
 
 
 def _check_frozen_weights(run: Run, checkpoint: LoadedCheckpoint, frozen: dict[str, Tensor]) -> None:

@@ -115,7 +115,6 @@ def choose_example_input(
 
 
 def _read_held_out(config: TrainConfig, count: int) -> Sequence[Conversation]:
-    """Read the first held-out conversations."""
     source = config.data.components[0].source
     assert not isinstance(source, Shards), "shards have no conversations"
     return read_reference_answers(source, "validation", "data.source", count)

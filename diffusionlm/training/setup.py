@@ -145,11 +145,7 @@ def find_tokenizer(
 
 
 def _train_tokenizer(config: TokenizerConfig, components: Sequence[MixtureComponent], log: Log) -> Tokenizer:
-    """Train on the first documents of each component, by its weight.
-
-    Raises:
-        ValueError: there is no text.
-    """
+    """Train on the first documents of each component, by its weight."""
     total_weight = sum(component.weight for component in components)
     texts = (
         text
@@ -210,10 +206,6 @@ class ModelBuilder:
         adapter.add_to(model, self.seed, device)
         return model.train()
 
-    def fingerprint_base(self) -> BaseFingerprint | None:
-        """Describe the weights that the adapter is for. None: there is no adapter."""
-        return None if self.adapter is None else self.fingerprint_directory()
-
     def fingerprint_directory(self) -> BaseFingerprint | None:
         """Describe the weights of the model directory, in whatever form ranks have them. None: there is none."""
         if self.directory is None:
@@ -233,9 +225,6 @@ class ModelBuilder:
         store shards.
 
         Values of a directory are memory-mapped, so ranks of one machine share them.
-
-        Raises:
-            ValueError: the weights do not fit.
         """
         if self.directory is not None:
             if self.adapter is None:
@@ -340,11 +329,7 @@ def _collect_stop_tokens(
 def parallelize(
     model: Transformer, config: TrainConfig, world: World, device: torch.device, precision: torch.dtype
 ) -> Parallelism:
-    """Distribute the model over the ranks as ``[parallel]`` says; FSDP gathers weights in ``precision``.
-
-    Raises:
-        ValueError: the strategy is not available with this backend.
-    """
+    """Distribute the model over the ranks as ``[parallel]`` says; FSDP gathers weights in ``precision``."""
     parameters = dict(model.named_parameters())
 
     def is_whole(name: str) -> bool:
@@ -395,7 +380,6 @@ def add_embedding_noise(
     Args:
         scales_BS: factor of the noise of each position.
         seeds_B: a seed for each sequence of the forward, which its noise is a function of.
-        num_tokens: L.
         sample: draws noise of a shape, device and generator, as ``torch.randn`` does.
     """
 
@@ -478,5 +462,4 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
 
 
 def _sample_uniform(shape: tuple[int, ...], **options: Any) -> Tensor:
-    """Uniform random numbers from -1 to 1."""
     return 2.0 * torch.rand(shape, **options) - 1.0

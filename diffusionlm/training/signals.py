@@ -36,7 +36,6 @@ class StopRequest:
         self.signal: int | None = None
         """Signal that the run stops for."""
         self.received_signal: int | None = None
-        """Signal that this process received."""
         self._is_distributed = is_distributed
         self._received_at = 0.0
         self._previous_handlers: dict[int, Any] = {}

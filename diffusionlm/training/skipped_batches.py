@@ -58,7 +58,6 @@ class SkippedBatches:
         self._pending[step] = noised_batches, loader_state
 
     def release(self, step: int) -> None:
-        """Drop the batch of an accepted step."""
         self._pending.pop(step, None)
 
     def record(self, metrics: StepMetrics) -> str:

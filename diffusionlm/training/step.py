@@ -191,6 +191,7 @@ def backward_micro_batches(
                     own_batch.inputs_BS,
                     pattern=own_batch.pattern,
                     images=own_batch.images,
+                    masked_BL=own_batch.masked_BS,
                     output_positions=own_batch.positions_N,
                     loss_inputs=replace(loss_inputs, load_balancing_weight=load_balancing_weight),
                 )

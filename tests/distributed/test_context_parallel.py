@@ -234,6 +234,7 @@ def test_a_batch_is_divided_once(make_config: MakeConfig) -> None:
         part = split_batch(whole, Axis(2, rank, None))
         inputs_B24 = whole.inputs_BS.view(4, 2, 4, LENGTH // 4)[:, :, chunks]
         assert torch.equal(part.inputs_BS, inputs_B24.flatten(1))
+        assert part.masked_BS is not None and torch.equal(part.masked_BS, part.inputs_BS == 18)
         assert part.answers_N is not None and (part.positions_N.diff() > 0).all()
         num_parts[part.answers_N] += 1
         for name in ("targets_N", "weights_N", "is_eos_padding_N", "is_next_token_N"):

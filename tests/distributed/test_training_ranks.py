@@ -47,6 +47,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
 }
 WHOLE = {"targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens", "norm", "mlp"], "bias": "all"}
+MASKS = {"positions": "masks", "dropout": 0.25}
 ADAMW = {"kind": "adamw", "learning_rate": 1e-2}
 WEIGHTS, ADAPTER = (f"checkpoints/latest/{name}.safetensors" for name in ("model", "adapter_model"))
 COMPARED = ("loss", "grad_l2_norm", "mask_ratio", "weight_norms/", "activation_norms/", "preference_")
@@ -123,17 +124,23 @@ def test_two_ranks_match_a_single_process(
         ("fsdp", {"init": "pissa", "dora": True}),
         ("ddp, sharded", WHOLE),
         ("fsdp", WHOLE),
+        ("ddp, sharded", MASKS),
+        ("fsdp", MASKS),
     ],
 )
 def test_two_ranks_train_an_adapter_as_one(
     strategy: str, lora: dict[str, Any], config: TrainConfig, tmp_path: Path
 ) -> None:
-    untied = {"tie_word_embeddings": False, "attention_bias": True}
+    untied: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": True}
+    if lora is MASKS:
+        untied["clean_alignment"] = "shifted"
+        objective = {"kind": "block_diffusion", "block_length": 4, "clean_attention": "token"}
+        config = change_config(config, objective=objective, model=untied)
     loop.train(change_config(config, tmp_path / "base", training={"max_steps": 2}, model=untied))
     sections: dict[str, Any] = {
         "model": untied | {"init_from": str(tmp_path / "base")},
         "training": {"max_steps": 4, "micro_batch_size": 1, "ema_decay": 0.5, "neftune_alpha": 5.0},
-        "lora": {"rank": 3, "trainable_tokens": [3, 7] if lora is not WHOLE else [], **lora},
+        "lora": {"rank": 3, "trainable_tokens": [3, 7] if lora not in (WHOLE, MASKS) else [], **lora},
         # A large eps answers rounding with rounding: near zero, the sign of a gradient decides the step.
         "optimizer": ADAMW | {"eps": 1e-5},
     }

@@ -21,17 +21,6 @@ ROOT = Path(__file__).parents[2]
 STEPS = 80
 
 
-def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "cli.train", *map(str, args)]
-
-
-def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*args), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, **options
-    )
-
-
 def run_here(*args: object) -> subprocess.CompletedProcess[str]:
     """The command in this process, which has torch already."""
     output, errors = io.StringIO(), io.StringIO()
@@ -179,10 +168,3 @@ def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: P
     assert (tmp_path / "warm/tokenizer/tokenizer.json").read_bytes() == (
         uninterrupted / "tokenizer/tokenizer.json"
     ).read_bytes()
-
-
-def test_config_errors_exit_with_two(config: Path) -> None:
-    result = run("--config", config, "--set", "training.max_step=3")
-    assert result.returncode == 2
-    assert "max_steps" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -178,7 +178,9 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
     train(config)
     train(config)
     template.write_text(CHAT_TEMPLATES["chatml"].source.replace("content +", "content|trim +"))
-    with pytest.raises(ValueError, match=rf"data\.source\.chat\.template = {template}: .*step-00000002.*config_change"):
+    with pytest.raises(
+        ValueError, match=rf"step-00000002.*data\.source\.chat\.template = {template}\. .*config_change"
+    ):
         train(config)
     accepting = config.checkpoint.model_copy(update={"config_change": "accept"})
     assert train(config.model_copy(update={"checkpoint": accepting})).step == 2

@@ -135,7 +135,7 @@ def test_another_image_processor_is_refused(folder: Path) -> None:
     loop.train(config)
     options = load_processor(folder / "base").config
     save_processor(ImageProcessor(options.model_copy(update={"image_mean": (0.4, 0.5, 0.5)})), folder / "base")
-    with pytest.raises(ValueError, match=r"another image processor than that of model\.init_from"):
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json of model\.init_from"):
         loop.train(config)
 
 

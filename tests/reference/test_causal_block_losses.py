@@ -33,7 +33,12 @@ B, L, BLOCK = 3, 10, 4
 KEY = NoiseKey(seed=2, step=4, first_sequence=0, num_sequences_in_step=B)
 NEMOTRON = {"logit_alignment": "same_position", "clean_alignment": "shifted"}
 I_DLM = {"logit_alignment": "shifted", "clean_alignment": "shifted", "noisy_attention": "token"}
-ALIGNMENTS = [pytest.param(NEMOTRON, id="Nemotron"), pytest.param(I_DLM, id="I-DLM")]
+WEDLM = {**NEMOTRON, "noisy_attention": "visible_first"}
+ALIGNMENTS = [
+    pytest.param(NEMOTRON, id="Nemotron"),
+    pytest.param(I_DLM, id="I-DLM"),
+    pytest.param(WEDLM, id="WeDLM"),
+]
 
 
 @pytest.fixture

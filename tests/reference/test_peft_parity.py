@@ -162,6 +162,25 @@ def test_an_adapter_that_began_as_a_part_of_the_weight(
     assert json.loads((adapter / ADAPTER_CONFIG).read_text())["r"] == 6
 
 
+def test_an_adapter_of_masked_positions(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """PEFT has no such adapters: with it the adapter acts on all positions, as if all were masked."""
+    ours = tiny_model(**BASE)
+    save_model(ours, tmp_path)
+    expected, masked_BL = our_logits(ours), torch.ones_like(TOKENS, dtype=torch.bool)
+    adapter = save_moved_adapter(ours, LoraConfig(rank=3, positions="masks"), tmp_path)
+    with torch.no_grad():
+        everywhere = ours(TOKENS, pattern=Causal(), masked_BL=masked_BL)
+        again = load_model(tmp_path, adapter=adapter)
+        assert torch.equal(our_logits(again), expected)
+        assert torch.equal(again(TOKENS, pattern=Causal(), masked_BL=masked_BL), everywhere)
+    assert difference(everywhere, their_logits(load_in_peft(tmp_path, adapter))) < BOUNDS["float32"]
+    path = adapter / ADAPTER_CONFIG
+    values = json.loads(path.read_text())
+    assert values.pop("positions") == "masks"
+    path.write_text(json.dumps(values))
+    assert difference(our_logits(load_model(tmp_path, adapter=adapter)), everywhere) < BOUNDS["float32"]
+
+
 def test_a_rank_beyond_the_projection_and_dropout(tiny_model: MakeModel, tmp_path: Path) -> None:
     """PiSSA's export has twice the rank. Dropout is off in a loaded model."""
     ours = tiny_model(**BASE)
@@ -197,6 +216,7 @@ def adapter(tiny_model: MakeModel, tmp_path: Path) -> Path:
         ("r", 0),
         ("target_modules", None),
         ("lora_alpha", None),
+        ("positions", "drafts"),
         ("lora_dropout", "x"),
         ("alpha_pattern", [1]),
     ],

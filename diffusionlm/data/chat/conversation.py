@@ -21,9 +21,6 @@ def identify_images(messages: Sequence[Mapping[str, Any]], folder: Path | None =
     """Check the images of messages, and return them as parts ``{"type": "image", "image": Path or bytes, "id": ...}``
     between ``{"type": "text", "text": ...}``. The id is the path below the folder, or the SHA-256 of the file.
 
-    Args:
-        folder: as in `split_images`.
-
     Raises:
         ValueError: as in `split_images`.
     """
@@ -100,7 +97,6 @@ class Conversation:
 
     @property
     def error_prefix(self) -> str:
-        """The location, for the beginning of a message."""
         return f"{self.location}: " if self.location else ""
 
     def __str__(self) -> str:

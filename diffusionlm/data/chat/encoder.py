@@ -190,12 +190,7 @@ class ChatEncoder:
     def _encode_answers(
         self, conversation: Conversation, positions: Sequence[int], reasons: list[Skip]
     ) -> list[tuple[EncodedAnswer, PlacedImages]]:
-        """Encode the answers at these positions that the template has learned, with the images of their prompts.
-
-        Raises:
-            ValueError: the template refuses one, or has it begin after the end of thoughts that the message has; or an
-                image cannot be read.
-        """
+        """Encode the answers at these positions that the template has learned, with the images of their prompts."""
         thoughts = [find_thoughts(conversation.messages[position]) for position in positions]
         if self._has_closed_thoughts and any(thoughts):
             thought = next(filter(None, thoughts))
@@ -239,11 +234,7 @@ class ChatEncoder:
     def _expand_images(
         self, answer: EncodedAnswer, prompt: Sequence[Mapping[str, Any]], images: Sequence[EncodedImage]
     ) -> tuple[EncodedAnswer, PlacedImages]:
-        """Repeat the placeholders in the prompt of an answer as often as its images take positions.
-
-        Raises:
-            ValueError: the template has written other placeholders than those of the images.
-        """
+        """Repeat the placeholders in the prompt of an answer as often as its images take positions."""
         num_images = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in prompt)
         prompt_ids, placed = expand_placeholders(answer.prompt_ids, images[:num_images], self._image_token_id)
         expand_placeholders(answer.answer_ids, (), self._image_token_id)  # there are none

@@ -19,7 +19,6 @@ MESSAGE_KEYS = ("name", "tool_call_id")
 TRAINING_KEYS = ("weight", "train")
 """Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
 IMAGE_PARTS = ("image", "image_url")
-"""Types of content parts that are images."""
 
 
 class _InvalidRowError(Exception):
@@ -86,7 +85,7 @@ class ChatRowParser:
             case "messages" | "conversations":
                 messages = self._parse_messages(value[name])
             case "alpaca":
-                messages = self._parse_alpaca(value)
+                messages = (*self._parse_instruction(value), _make_answer(_check_text(value["output"], "output")))
             case "prompt_completion":
                 prompt = self._parse_prompt(value["prompt"])
                 messages = prompt + self._parse_completion(value["completion"], prompt)
@@ -146,9 +145,6 @@ class ChatRowParser:
         if value.get("tool_calls"):
             message["tool_calls"] = _parse_tool_calls(value["tool_calls"])
         return message | marks | {key: value[key] for key in MESSAGE_KEYS if isinstance(value.get(key), str)}
-
-    def _parse_alpaca(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
-        return (*self._parse_instruction(value), _make_answer(_check_text(value["output"], "output")))
 
     def _parse_instruction(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
         """The history, then instruction and input on lines of their own, as in LLaMA-Factory."""

@@ -21,7 +21,6 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer | None, k
 
     Args:
         tokenizer: None: it is to be trained, so it has no template, and only the source of the section's is checked.
-        key: config key of the section, for errors.
 
     Raises:
         ValueError: there is no such template; or it has no generation prompt, writes the beginning of text twice, or no
@@ -95,11 +94,7 @@ def _set_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> Chat
 
 
 def _check_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Check generation prompt, stop token and beginning of text on a short chat.
-
-    Raises:
-        ValueError: the template does not allow to learn answers.
-    """
+    """Check generation prompt, stop token and beginning of text on a short chat."""
     with_prompt, without_prompt = (
         render_chat(template, [QUESTION], add_generation_prompt=is_added) for is_added in (True, False)
     )

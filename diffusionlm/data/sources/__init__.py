@@ -29,9 +29,6 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
 
     A prompt that comes again is left out, since its answer would be no new evidence.
 
-    Args:
-        key: config key of the source's section, for errors.
-
     Raises:
         ValueError: the source has no conversations, or cannot be read.
     """

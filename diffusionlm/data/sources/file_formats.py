@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_RECORD_BYTES = 1 << 28
-"""Default of `max_record_bytes`."""
 PARQUET_BATCH_BYTES = 4 << 20
 """Text that is decoded at once, if all rows of a row group have the same size."""
 MAX_PARQUET_BATCH_ROWS = 1_024
 
-_DECODER = json.JSONDecoder()
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 
@@ -195,11 +193,9 @@ def _has_json_lines(path: Path, max_bytes: int) -> bool:
         return True
     try:
         json.loads(text)
-    except json.JSONDecodeError as error:
-        continues_on_next_line = error.pos == len(text) > 0  # the only error is that the line ends
+    except (ValueError, RecursionError) as error:
+        continues_on_next_line = getattr(error, "pos", -1) == len(text) > 0  # the only error is that the line ends
         return not continues_on_next_line
-    except (ValueError, RecursionError):
-        return True
     return True
 
 
@@ -210,31 +206,16 @@ def _decode_and_strip(line: bytes) -> str:
 def _read_json_lines(path: Path, field: TextField, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     with open_bytes(path, offset) as stream:
         for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
-            content: Record | BadRecord | None
-            if isinstance(raw_line, BadRecord):
-                content = raw_line
-            else:
-                content = _parse_plain_line(raw_line, field) if isinstance(field, str) else None
-                if content is None:
-                    content = parse_json_text(raw_line, field)
+            content = raw_line if isinstance(raw_line, BadRecord) else parse_json_text(raw_line, field)
             if content is not None:
                 yield content, next_offset, next_line
 
 
-def _parse_plain_line(raw_line: bytes, field: str) -> str | None:
-    """Return the text of a regular line, fast; None: it is blank or irregular."""
-    try:
-        text = raw_line.decode()
-        value, end = _DECODER.raw_decode(text)
-        content: str = value[field]
-        content.encode()
-        return content if text[end:].isspace() else None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 class _NumberText(str):
     """A JSON number as it is spelled: parsing 1e3 or 1.50 would change the text."""
+
+
+_DECODER = json.JSONDecoder(parse_int=_NumberText, parse_float=_NumberText)
 
 
 def parse_json_text(source: bytes, field: TextField) -> Record | BadRecord | None:
@@ -246,8 +227,7 @@ def parse_json_text(source: bytes, field: TextField) -> Record | BadRecord | Non
     content: Record | BadRecord
     try:
         if isinstance(field, str):
-            value = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
-            content = _text_of_field(value, field)
+            content = _text_of_field(_DECODER.decode(text), field)
         else:
             value = json.loads(text)
             content = field(value) if isinstance(value, dict) else BadRecord("not an object", shorten_repr(value))
@@ -281,7 +261,6 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_b
     text = content.decode("utf-8-sig", "surrogateescape").rstrip()
     if not text.startswith("[", _skip_whitespace(text, 0)):
         text = f"[{text}]"
-    parse = json.JSONDecoder(parse_int=_NumberText, parse_float=_NumberText).raw_decode
     while True:
         is_first, previous_offset = offset == 0, offset
         separator = _skip_whitespace(text, offset)
@@ -292,7 +271,7 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_b
         try:
             if not text.startswith("[" if is_first else ",", separator):
                 raise json.JSONDecodeError("Expecting ',' or the end of the array", text, separator)
-            _, offset = parse(text, start)
+            _, offset = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             excerpt = shorten_repr(text[start : start + MAX_SHOWN_CHARACTERS])
             yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text) + 1, line

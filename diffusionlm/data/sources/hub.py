@@ -36,9 +36,6 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     `dataset` may also be a directory with a dataset. Streams are never shuffled: the library cannot resume a shuffled
     stream exactly.
 
-    Args:
-        key: the config key of the section, for errors.
-
     Raises:
         ValueError: no such dataset, configuration, revision, split or column, or the Hub cannot be reached.
     """
@@ -110,11 +107,7 @@ def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, spl
 
 
 def _dataset_version(config: HubDataset, builder: Any, key: str) -> tuple[str, str]:
-    """Return an identifier of the dataset's version, and its origin as text.
-
-    Raises:
-        ValueError: the local cache has another revision than the requested one.
-    """
+    """Return an identifier of the dataset's version, and its origin as text."""
     if is_directory(config):
         name = os.path.expanduser(config.dataset)
         files = [DataFile.open(path, f"{key}.dataset") for path in find_files((name,), f"{key}.dataset")]

@@ -90,7 +90,6 @@ class DataFile:
     size: int
     """Bytes."""
     modified_ns: int
-    """Modification time in nanoseconds."""
     ends_sha256: str
     """Hash of the beginning and the end of the file: a whole file may be too large to read twice."""
 
@@ -139,9 +138,6 @@ class DataFile:
 
 def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource:
     """Open the documents of a split. Without `validation_paths`, `choose_split` holds out validation text.
-
-    Args:
-        key: the config key of the section, for errors.
 
     Raises:
         ValueError: a pattern matches no file, a file is empty, unreadable or of an unknown format, or the text is too
@@ -245,7 +241,6 @@ class LocalFileRecords:
     sample_by: SampleBy
     max_record_bytes: int
     file: int = 0
-    """Index of the file."""
     at: int = 0
     """Offset after the last record: bytes, characters or rows, as the file's format counts."""
     line: int = 0

@@ -99,11 +99,7 @@ class RecordSource:
         self._next_position: ReaderPosition = None
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Record], ReaderPosition]:
-        """Read documents. Continuing at the last returned position costs no seek.
-
-        Raises:
-            ValueError: a bad record while `on_bad_row` is "raise", or a file or dataset that cannot be read.
-        """
+        """Read documents. Continuing at the last returned position costs no seek."""
         num_records = 0 if position is None else position["given"]
         if position is None or position != self._next_position:
             self._seek(position and position["place"])
@@ -180,11 +176,7 @@ def _other_remedy(record: BadRecord) -> str:
 def select_split(
     records: RecordCursor, config: RecordSourceOptions, validation_fraction: float | None, is_validation: bool, key: str
 ) -> DocumentSplit:
-    """Hold out validation text of the records, as `choose_split`; None: they are all of one split.
-
-    Raises:
-        ValueError: as `choose_split`; or a record that is read for it is bad while `on_bad_row` is "raise".
-    """
+    """Hold out validation text of the records, as `choose_split`; None: they are all of one split."""
     if validation_fraction is None:
         return WholeSource()
     source = RecordSource(records, key.rpartition(".")[0], config.on_bad_row)

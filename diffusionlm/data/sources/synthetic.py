@@ -137,7 +137,6 @@ class ShidokuSource(SyntheticSource):
 
     @functools.cached_property
     def grids(self) -> list[str]:
-        """The grids of the split."""
         fraction, is_validation = self.config.validation_fraction, self.split == "validation"
         is_held_out = {grid: hash_share(hash_record(grid)) < fraction for grid in shidoku_grids()}
         return [grid for grid in is_held_out if not fraction or is_held_out[grid] == is_validation]
@@ -234,11 +233,7 @@ class SyntheticChatSource(SampledSource[Conversation]):
         return f"{self.config.kind}/{self.split}/{digest}"
 
     def sample_block(self, epoch: int, block: int) -> list[Conversation]:
-        """Sample the conversations of a block.
-
-        Raises:
-            ValueError: there are too few prompts for a validation split.
-        """
+        """Sample the conversations of a block."""
         rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
         return [self._sample(rng) for _ in range(self.block_size)]
 

@@ -87,7 +87,6 @@ def choose_split(records: Iterable[Record], validation_fraction: float, is_valid
     Args:
         records: all documents; read up to the one that decides. Conversations are not divided: those with the smallest
             hashes are for validation.
-        key: the config key of the source, for errors.
 
     Raises:
         ValueError: the text is too short to be divided, or there is a single document that must not be cut.

@@ -60,7 +60,6 @@ class Isolation:
     """What programs are cut off from."""
 
     network: bool = False
-    """They have no network."""
     processes: bool = False
     """They see no other processes, and none of theirs outlives them."""
     files: bool = False
@@ -159,9 +158,6 @@ def _process_code() -> str:
 def _run_supervisor(job: dict[str, Any]) -> dict[str, Any]:
     """Run the supervisor, whose end kills its processes, in a folder of its own, and return its answer, or why there is
     none.
-
-    Raises:
-        RuntimeError: it failed.
     """
     with tempfile.TemporaryDirectory(prefix="diffusionlm-code-") as folder:
         try:

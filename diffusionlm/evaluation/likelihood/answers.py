@@ -67,7 +67,6 @@ class BlockedAnswer:
         return count_masks(max(len(block.positions) for block in self.blocks))
 
     def mask_block(self, block: AnswerBlock, is_masked_n: NDArray[np.bool_]) -> MaskedCopy:
-        """Mask some of the answer tokens of a block."""
         positions = block.positions[is_masked_n]
         if self.layout.is_autoregressive:
             tokens = self.tokens_T[:-1]
@@ -122,9 +121,6 @@ class AnswerBuilder:
         context_options: RequestOptions = DEFAULT_OPTIONS,
     ) -> BlockedAnswer:
         """Build an answer; an error calls it ``name``.
-
-        Args:
-            context_options: images in the context, and their processor.
 
         Raises:
             ValueError: it is empty, too long for the model's context, has a token that the model cannot predict, or

@@ -63,6 +63,13 @@ class MaskedCopy:
         features = () if self.images is None else self.images.features
         return self.clean_tokens.tobytes(), tuple((first, id(features_EFD)) for first, features_EFD in features)
 
+    def order_inputs(self, layout: InputLayout) -> NDArray[np.int64]:
+        """Offsets of its tokens in the order in which a forward reads them (`NoisyAttention`)."""
+        if layout.noisy_attention != "visible_first":
+            return np.arange(len(self.tokens))
+        is_masked = np.isin(self.start + np.arange(len(self.tokens)), self.masked_positions)
+        return is_masked.argsort(kind="stable")
+
     @property
     def input_key(self) -> InputKey:
         """What the outputs depend on, beside the text."""
@@ -124,15 +131,21 @@ class _CopySequence:
         """``readers``: for each of the copies that are computed, the indices of those that read its outputs."""
         computed = [copies[indices[0]] for indices in readers]
         clean_tokens, lengths = computed[0].clean_tokens, [len(copy.tokens) for copy in computed]
-        self.tokens_Q = np.concatenate([clean_tokens, *(copy.tokens for copy in computed)])
+        orders = [copy.order_inputs(layout) for copy in computed]
+        copied_tokens = [copy.tokens[order] for copy, order in zip(computed, orders, strict=True)]
+        self.tokens_Q = np.concatenate([clean_tokens, *copied_tokens])
+        self.masked_Q = np.zeros(len(self.tokens_Q), np.bool_)
+        """True at masked positions."""
         self.num_context, self.images = computed[0].num_context, computed[0].images
         # Output i - 1 predicts token i if outputs are shifted. The output before a block is a clean one.
         shift = int(layout.alignment == "shifted")
         outputs = []
         ends = len(clean_tokens) + np.cumsum(lengths)
-        for copy, end in zip(computed, ends.tolist(), strict=True):
-            offsets = copy.masked_positions - copy.start - shift
-            outputs.append(np.where(offsets < 0, copy.start - shift, end - len(copy.tokens) + offsets))
+        for copy, order, end in zip(computed, orders, ends.tolist(), strict=True):
+            offsets, rows = copy.masked_positions - copy.start, end - len(order) + order.argsort()
+            if not layout.is_autoregressive:
+                self.masked_Q[rows[offsets]] = True
+            outputs.append(np.where(offsets < shift, copy.start - shift, rows[offsets - shift]))
         self.outputs_N, indices = np.unique(np.concatenate(outputs), return_inverse=True)
         parts = np.split(indices, np.cumsum([len(part) for part in outputs])[:-1])
         self.rows = {index: part for own, part in zip(readers, parts, strict=True) for index in own}
@@ -146,6 +159,8 @@ class _CopySequence:
         ids_Q = np.concatenate(ids)
         bounds = tuple(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
         copies_pattern = CleanAndBlockCopies(layout.block_length, tuple(ids_Q.tolist()), bounds, *layout.half_attention)
+        orders = [copy.start + order for copy, order in zip(computed, orders, strict=True)]
+        ids_Q = np.concatenate([np.arange(len(clean_tokens)), *orders])
         self.slice = SequenceSlice(0, length, length, copies_pattern, outputs=self.outputs_N, position_ids=ids_Q)
 
 
@@ -171,9 +186,14 @@ def _compute_logits(model: Transformer, layout: InputLayout, batch: Sequence[_Co
             tokens.append(np.where(part.slice.input_positions < part.num_context, layout.mask_token, part.tokens_Q))
             slices.append(replace(part.slice))
             images.append(None if part.images is None else replace(part.images, features=()))
-    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(tokens))[None], model.lm_head.weight.device)
+    masked_Q = np.concatenate([part.masked_Q for part in batch] * (len(tokens) // len(batch)))
+    tokens_1Q, masked_1Q = (
+        copy_to_device(torch.from_numpy(values_Q)[None], model.lm_head.weight.device)
+        for values_Q in (np.concatenate(tokens), masked_Q)
+    )
+    all_images = join_images(model, slices, images)
     with nvtx.annotate("likelihood: forward"):
-        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices), images=join_images(model, slices, images))
+        logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices), images=all_images, masked_BL=masked_1Q)
     if scale == 0.0:
         return logits_NV
     conditional_NV, unconditional_NV = logits_NV.double().chunk(2)

@@ -72,7 +72,6 @@ class OptionScores:
     standard_errors: tuple[float, ...]
     """Sampling error of each; 0 if exact, infinite with a single draw."""
     num_tokens: tuple[int, ...]
-    """Tokens of each option."""
     num_forwards: int
     """Forwards of a single row that computed all options; equal inputs are computed once. A row in block-causal
     attention holds a masked copy of each block."""
@@ -101,7 +100,6 @@ class LikelihoodEstimate:
     standard_error: float
     """Standard error of `log_likelihood` over masks; 0 if all of them are enumerated, infinite for a single draw."""
     num_tokens: int
-    """Number of tokens in the answer."""
 
 
 def conditional_likelihood(
@@ -301,7 +299,6 @@ class AdaptiveSampler:
         return sample_masks(size, levels_D, first, self._config.seed, key, draws_orders=self._draws_orders)
 
     def read(self, log_probabilities: Iterator[NDArray[np.float64]]) -> None:
-        """Read the log-probabilities of the copies of the stage, in order."""
         first = self._values[0].shape[1]
         for index, own in enumerate(self._new_masks):
             values_GD = np.zeros((len(own), 1 + int(own[0].draws_C[-1]) - first))
@@ -348,7 +345,6 @@ class AdaptiveSampler:
         return np.array([self._standard_error(values_GD - padded[chosen]) for values_GD in padded])
 
     def build_scores(self) -> OptionScores:
-        """The scores of all draws so far."""
         return OptionScores(
             tuple(self._log_likelihoods().tolist()),
             tuple(map(self._standard_error, self._values)),

@@ -100,11 +100,7 @@ class DiffusionLM(LM):  # type: ignore[misc]
         return self._collect("generate_until", requests, self.runner.generate(requests))
 
     def _collect(self, method: str, requests: Sequence[HarnessRequest], results: Iterator[tuple[int, T]]) -> list[T]:
-        """Sort results, with a progress bar; they go into the request cache as soon as they are there.
-
-        Raises:
-            ValueError: repeats of a request would all get one result from the cache.
-        """
+        """Sort results, with a progress bar; they go into the request cache as soon as they are there."""
         for request in requests if self.cache_hook.dbdict is not None else ():
             is_uncached = method == "generate_until" and request.args[1].get("do_sample")
             if (request.repeats or 1) > 1 and not is_uncached:
@@ -234,11 +230,7 @@ class DiffusionLM(LM):  # type: ignore[misc]
 
 
 def _read_device(name: str) -> str:
-    """The device of `InferModelConfig`. The harness's default is cuda:0, also where there is no CUDA.
-
-    Raises:
-        ValueError: another GPU is named.
-    """
+    """The device of `InferModelConfig`. The harness's default is cuda:0, also where there is no CUDA."""
     if name.startswith("cuda:") and name != "cuda:0":
         raise ValueError(f"device = {name}: choose a GPU with CUDA_VISIBLE_DEVICES, and set device = cuda")
     return "auto" if name == "cuda:0" else name

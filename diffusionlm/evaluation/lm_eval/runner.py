@@ -168,22 +168,14 @@ class RequestRunner:
         return self.model.config.max_position_embeddings
 
     def resolve_generation(self, config: GenerationConfig) -> DecodingSettings:
-        """The settings with the defaults of the model; built once.
-
-        Raises:
-            ValueError: they do not fit the model.
-        """
+        """The settings with the defaults of the model; built once."""
         if config not in self._settings:
             complete = suppress_ids_without_text(config, self.tokenizer, self.model.config)
             self._settings[config] = resolve_settings(complete, self.model.config)
         return self._settings[config]
 
     def generate(self, instances: Sequence[HarnessRequest]) -> Iterator[tuple[int, str]]:
-        """Answer requests of ``generate_until``.
-
-        Raises:
-            ValueError: the arguments or the length of a request do not fit the model; names its document.
-        """
+        """Answer requests of ``generate_until``."""
         requests = [self._prepare(request) for request in number_repeats(instances)]
         for index, answer in decode_answers(self.model, self.tokenizer, requests, self.config.batch_size):
             yield index, answer.text
@@ -194,9 +186,6 @@ class RequestRunner:
 
         Continuations of a document after the same context are its options: all exact or all sampled, with common random
         numbers. An empty continuation has probability one.
-
-        Raises:
-            ValueError: a text does not fit the model; names its document.
         """
         requests = number_repeats(instances)
         pairs = [self._encode_pair(request) for request in requests]
@@ -226,9 +215,6 @@ class RequestRunner:
     def roll(self, instances: Sequence[HarnessRequest]) -> Iterator[tuple[int, float]]:
         """Answer requests of ``loglikelihood_rolling``: log-likelihoods of whole texts, in nats. Each text is scored by
         itself, in disjoint windows, after the token that stands for an empty context.
-
-        Raises:
-            ValueError: a text has a token that the model cannot predict.
         """
         texts: list[tuple[int, OptionsRequest]] = []
         for index, request in enumerate(number_repeats(instances)):
@@ -264,11 +250,7 @@ class RequestRunner:
         return prepare_request(settings, prompt_ids, request.answer_seed(self.config.seed), label=request.label), until
 
     def _truncate(self, context_ids: tuple[int, ...], num_following: int) -> tuple[int, ...]:
-        """Shorten a context from the left, so that the tokens after it fit into the model's context.
-
-        Raises:
-            ValueError: it is too long, and the settings do not allow to shorten it; or nothing would be left.
-        """
+        """Shorten a context from the left, so that the tokens after it fit into the model's context."""
         num_excess = len(context_ids) + num_following - self.max_length
         if num_excess <= 0:
             return context_ids

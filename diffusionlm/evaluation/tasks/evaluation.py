@@ -20,8 +20,7 @@ from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_docu
 from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
-from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, prepare_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems
+from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items
 from diffusionlm.evaluation.tasks.results import (
     LIKELIHOOD_METRICS,
     ItemResult,
@@ -43,7 +42,6 @@ DOCUMENTS_PER_GROUP = 32
 """Documents whose options are scored before their results are written."""
 
 AnswerKey = tuple[str, int]
-"""Id of an item, and number of the repeat."""
 
 
 def list_answers(task: PreparedTask) -> list[AnswerKey]:
@@ -64,9 +62,6 @@ def evaluate_task(
 
     Args:
         on_progress: called by a perplexity task, which has one result only.
-
-    Raises:
-        ValueError: the model's probabilities are not finite.
     """
     pending = [answer for answer in list_answers(task) if answer not in done]
     if isinstance(task, PreparedText):
@@ -229,7 +224,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_with_error(values: Sequence[float]) -> MetricValue:
-    """The mean over items, with its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return MetricValue.from_floats(statistics.fmean(values), error)
 
@@ -270,9 +264,6 @@ class LiveEvaluation:
     def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
         """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call
         this, and get the same results, which do not depend on their number, up to rounding.
-
-        Raises:
-            ValueError: the model's probabilities are not finite; on every rank.
         """
         outcomes = []
         for task in self.tasks:

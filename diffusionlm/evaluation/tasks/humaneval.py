@@ -104,9 +104,6 @@ def build_candidate(fields: Mapping[str, Any], text: str, answer: AnswerForm) ->
     function, such as ``def f():`` without a docstring. The answer follows it; or, with a line break and without
     indentation, it is code that defines the function again.
 
-    Args:
-        fields: of the item: prompt, test and entry_point.
-
     Raises:
         ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
             no name.
@@ -132,11 +129,7 @@ def find_code_block(text: str) -> str:
 
 
 def _complete_prompt(prompt: str) -> str:
-    """The prompt as a program: with a body, if it ends with the first line of a function.
-
-    Raises:
-        ValueError: it is no beginning of a program.
-    """
+    """The prompt as a program: with a body, if it ends with the first line of a function."""
     body = " " * BODY_INDENTATION + "pass\n"
     for program in (prompt, f"{prompt}{body}", f"{prompt}\n{body}"):
         if _find_syntax_error(program) is None:

@@ -31,7 +31,6 @@ class TaskItem:
     """What a template may name: the fields of the record, and those of the kind of task."""
     options: tuple[str, ...] = ()
     gold_index: int = 0
-    """Index of the right option."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt, if it is a conversation and not made from a template."""
     tools: tuple[Any, ...] | None = None
@@ -255,7 +254,6 @@ class LikelihoodTask(Section):
 
 
 def list_fields(record: Mapping[str, Any]) -> str:
-    """The names of a record's fields, for errors."""
     return ", ".join(map(repr, record)) or "none"
 
 

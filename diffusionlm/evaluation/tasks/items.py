@@ -55,9 +55,6 @@ def read_items_of_file(task: ItemTask, path: Path) -> Iterator[TaskItem]:
 def select_items(items: list[TaskItem], task: ItemTask) -> list[TaskItem]:
     """Select ``item_ids``, and of these a random subset of ``limit``: those whose hash of seed and id is smallest, so
     that a larger limit adds items and takes none away.
-
-    Raises:
-        ValueError: an id does not exist.
     """
     if task.item_ids:
         unknown = sorted(set(task.item_ids) - {item.id for item in items})
@@ -82,11 +79,7 @@ def _hash_text(text: str) -> str:
 
 
 def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Iterate over the records of a file, each with its place for errors.
-
-    Raises:
-        ValueError: the file or a record cannot be read.
-    """
+    """Iterate over the records of a file, each with its place for errors."""
     file_format = detect_format(path)
     if file_format not in ("json", "parquet"):
         raise ValueError(f"{path}: items are read from .jsonl, .json or .parquet files: rename or convert the file")
@@ -108,11 +101,6 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _read_images(record: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """The images of a record as content parts: its ``images``, or its ``image``.
-
-    Raises:
-        ValueError: one is neither a path below the folder, nor a data URL, nor bytes.
-    """
     values = record.get("image") if record.get("images") is None else record["images"]
     images = values if isinstance(values, list) else [values] * (values is not None)
     parts = [{"type": "image", "image": image} for image in images]

@@ -96,11 +96,6 @@ def _list_letters(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_options(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Texts and labels of the options.
-
-    Raises:
-        ValueError: there are fewer than two texts, more than have letters, or an empty one.
-    """
     labels: Any = ()
     texts = value
     if isinstance(value, Mapping):
@@ -117,11 +112,6 @@ def _read_options(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _find_gold(value: Any, options: tuple[str, ...], labels: tuple[str, ...]) -> int:
-    """Index of the right option.
-
-    Raises:
-        ValueError: the value names no option, or different ones.
-    """
     if isinstance(value, int) and not isinstance(value, bool):
         indices = {value}
     elif isinstance(value, str) and value in labels:

@@ -162,7 +162,6 @@ class VariantResult:
         return values if self.shares is None else {**values, f"tasks_stopped/{self.task}": self.shares.stopped}
 
     def describe(self) -> str:
-        """Describe the metrics in one line."""
         values = []
         for rule, metric in self.metrics.items():
             error = "" if metric.standard_error is None else f" +- {metric.standard_error:.3f}"

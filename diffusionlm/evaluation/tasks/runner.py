@@ -177,11 +177,7 @@ class TaskRun:
 
 
 def check_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that a run continues an earlier one; it may have more variants and tasks.
-
-    Raises:
-        ValueError: a variant or task is missing, or differs.
-    """
+    """Check that a run continues an earlier one; it may have more variants and tasks."""
     differences = []
     for name, tasks in old.items():
         for task, values in tasks.items():
@@ -204,12 +200,6 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
 
     A checkpoint's weight files have the same size as those before, and mostly the same ends: only the whole content
     tells them apart.
-
-    Args:
-        directory: of the model, resolved.
-
-    Raises:
-        ValueError: a file cannot be read, or there is no CUDA device where one is required.
     """
     folders = [directory, find_weights_directory(directory)]
     paths = [folder / name for folder in folders for name in CONFIG_FILES]
@@ -221,11 +211,7 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
 
 
 def _hash_inputs(task: PreparedTask) -> dict[str, str]:
-    """Hashes of a task's data (items or text, and examples) and of the templates of its prompts (empty for a text).
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Hashes of a task's data (items or text, and examples) and of the templates of its prompts (empty for a text)."""
     if isinstance(task, PreparedText):
         return {"data": _hash(_hash_source(task.config.text_config.source)), "prompt": ""}
     config = task.config

@@ -1,4 +1,5 @@
-"""Predictions for constrained requests: the tokens of all masked positions of a span are sampled together.
+"""Predictions for constrained requests: the tokens of all masked positions of a span are sampled together; with
+speculation one by one, as in next-token decoding.
 
 Shapes: N output positions of a request, P positions of a span in the current block, V vocabulary, K classes of tokens.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.constraints.joint import JointDistribution
-from diffusionlm.inference.constraints.token_automaton import SpanCursor
+from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling.distributions import (
     choose_tokens,
@@ -57,13 +58,17 @@ def constrain_predictions(
 
 
 def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: Predictions) -> Predictions:
+    if request.speculation is not None:
+        _constrain_drafts(logits_NV.cpu(), request, request.speculation.tokens, predictions)
+        return predictions
     block_positions = request.blocks[0].positions
     joints: dict[int, JointDistribution] = {}
     for cursor in request.span_cursors:
         span = cursor.span
         positions_P = block_positions[(block_positions >= span.start) & (block_positions < span.end)]
         if request.is_masked_L[positions_P].any():
-            sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
+            state = cursor.state_before(int(positions_P[0]), request.tokens_L)
+            sampler = _SpanSampler(logits_NV, request, span, state, positions_P)
             sampler.replace_predictions(predictions)
             joints[span.start] = sampler.joint
     scores = (
@@ -71,6 +76,22 @@ def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: P
         for start, choices in request.options.choices.items()
     )
     return replace(predictions, choice_logprobs=tuple(scores))
+
+
+def _constrain_drafts(
+    logits_NV: Tensor, request: ActiveRequest, drafts_D: NDArray[np.int64], predictions: Predictions
+) -> None:
+    """Replace the predictions of verified positions, and then of drafted ones, each given the tokens before it. The
+    last one is that of the first draft that is wrong, because nothing after it is of use."""
+    [cursor] = request.span_cursors
+    state = cursor.state_before(int(request.output_positions[0]), request.tokens_L)
+    for index in range(len(request.output_positions)):
+        position_1 = request.output_positions[index : index + 1]
+        _SpanSampler(logits_NV, request, cursor.span, state, position_1).replace_predictions(predictions)
+        token = int(predictions.tokens_N[index])
+        if index < len(drafts_D) and drafts_D[index] != token:
+            return
+        state = cursor.span.automaton.next_state(state, token)
 
 
 def _score_choices(
@@ -98,24 +119,32 @@ def _log_softmax(logits_NV: Tensor, request: ActiveRequest, rows: slice) -> NDAr
 
 
 class _SpanSampler:
-    """Samples the tokens of a span in the current block."""
+    """Samples the tokens of a span at positions that are decoded together."""
 
     def __init__(
-        self, logits_NV: Tensor, request: ActiveRequest, cursor: SpanCursor, positions_P: NDArray[np.int64]
+        self,
+        logits_NV: Tensor,
+        request: ActiveRequest,
+        span: ConstrainedSpan,
+        state: int,
+        positions_P: NDArray[np.int64],
     ) -> None:
         """Compute the joint distributions.
+
+        Args:
+            state: of the span's automaton before the first position.
 
         Raises:
             ValueError: every text that the constraint allows has probability zero.
         """
-        self._request, self._automaton, self._positions_P = request, cursor.span.automaton, positions_P
+        self._request, self._automaton, self._positions_P = request, span.automaton, positions_P
         start, end = int(positions_P[0]), int(positions_P[-1]) + 1
-        self._state = cursor.state_before(start, request.tokens_L)
+        self._state = state
         self._rows = _find_rows(request, start, end)
         self._is_output_P = np.isin(positions_P, request.output_positions)
         """True for all masked positions."""
         self._committed_P = np.where(request.is_masked_L[positions_P], -1, request.tokens_L[positions_P])
-        self._is_final_S = cursor.span.completable_at(end)
+        self._is_final_S = span.completable_at(end)
         self._logprobs_PV = _log_softmax(logits_NV, request, self._rows)
         """Without the constraint; zeros at committed positions that have no logits."""
         if not self._is_output_P.all():

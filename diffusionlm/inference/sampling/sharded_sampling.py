@@ -81,8 +81,9 @@ def _needs_whole_logits(request: ActiveRequest) -> bool:
     config, options, strategy = request.settings.config, request.options, request.settings.strategy
     has_filter = config.top_k is not None or config.top_p < 1.0 or config.min_p > 0.0
     is_constrained = bool(request.span_cursors or options.choices or request.is_known)
+    needs_probs = has_filter or request.settings.rejects_drafts
     is_measured = strategy.measure in (None, *MEASURES) and not (strategy.can_remask or config.defer_token_ids)
-    return has_filter or is_constrained or not is_measured or request.has_guidance or options.num_top_logprobs > 0
+    return needs_probs or is_constrained or not is_measured or request.has_guidance or options.num_top_logprobs > 0
 
 
 def sample_from_columns(model: Transformer, logits_NC: Tensor, sampling: ShardedSampling) -> Tensor:

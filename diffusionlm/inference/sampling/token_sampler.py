@@ -25,9 +25,13 @@ from diffusionlm.inference.sampling.distributions import (
     iterate_chunks,
 )
 from diffusionlm.inference.sampling.logit_changes import LogitChanges
+from diffusionlm.inference.sampling.rejection import RejectionSampling
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.tensors import copy_to_device
+
+ChooseTokens = Callable[[Tensor, Tensor | None], Tensor]
+"""Chooses tokens from probabilities, [N, V], and uniforms, [N] or None, like `choose_tokens`."""
 
 
 class TokenSampler:
@@ -50,7 +54,9 @@ class TokenSampler:
             and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
         )
 
-    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
+    def sample(
+        self, logits_NV: Tensor, requests: Sequence[ActiveRequest], rejection: RejectionSampling | None = None
+    ) -> Tensor:
         """Token, confidence and log-probability of each output position of the requests, and its T most probable tokens
         and their log-probabilities, [3 + 2 T, N] in fp64 (which holds token ids exactly). T is the most that one of the
         requests keeps.
@@ -58,6 +64,7 @@ class TokenSampler:
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
             requests: either all or none with known texts.
+            rejection: of the requests' drafts; None: drafts have no effect on the tokens.
         """
 
         def read(find_values: Callable[[ActiveRequest, NDArray[np.int64]], NDArray[Any]]) -> Tensor:
@@ -83,7 +90,10 @@ class TokenSampler:
                 samples.append(_sample_greedily(copy_NV, num_top, self._deferred_token_ids))
             else:
                 values = (None if all_N is None else all_N[chunk] for all_N in (uniforms_N, committed_N, known_N))
-                samples.append(self._sample_chunk(copy_NV, *values, num_top=num_top))
+                choose: ChooseTokens = choose_tokens
+                if rejection is not None:
+                    choose = partial(rejection.choose_tokens, first_row=chunk.start)
+                samples.append(self._sample_chunk(copy_NV, *values, num_top=num_top, choose=choose))
         return torch.cat(samples, dim=1)
 
     def _sample_chunk(
@@ -94,6 +104,7 @@ class TokenSampler:
         known_N: Tensor | None,
         *,
         num_top: int,
+        choose: ChooseTokens,
     ) -> Tensor:
         """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
@@ -101,6 +112,7 @@ class TokenSampler:
             uniforms_N: uniforms of token sampling; None: greedy.
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
             known_N: tokens of a known text, in place of the sampled ones, which the confidences are of.
+            choose: `choose_tokens`, or that of `RejectionSampling`.
         """
         config, measure = self._settings.config, self._settings.strategy.measure
         logprobs_NV = logits_NV.log_softmax(dim=1)
@@ -108,7 +120,7 @@ class TokenSampler:
         temperature = self._settings.temperature
         filtered_NV = filter_logits(logits_NV, config, temperature)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
-        tokens_N = choose_tokens(probs_NV, uniforms_N)
+        tokens_N = choose(probs_NV, uniforms_N)
         ranked_N = choose_tokens(probs_NV, None) if config.confidence_of == "most_probable" else tokens_N
         if committed_N is not None:
             tokens_N, ranked_N = (torch.where(committed_N < 0, own_N, committed_N) for own_N in (tokens_N, ranked_N))
@@ -154,13 +166,19 @@ class BatchSampler:
         for request in logits.requests:
             key = id(request) if self._samples_alone else (request.is_known, self._sampling_key(request.settings))
             groups.setdefault(key, []).append(request)
+        rejections = [
+            RejectionSampling(group) if group[0].settings.rejects_drafts else None for group in groups.values()
+        ]
         samples = [
-            self._get_sampler(group[0].settings).sample(logits.select(group), group) for group in groups.values()
+            self._get_sampler(group[0].settings).sample(logits.select(group), group, rejection)
+            for group, rejection in zip(groups.values(), rejections, strict=True)
         ]
         predictions: dict[int, Predictions | ValueError] = {}
-        for group, samples_RN in zip(groups.values(), _to_arrays(samples, self._share), strict=True):
-            for request, prediction in zip(group, _split_samples(samples_RN, group), strict=True):
-                predictions[id(request)] = prediction
+        arrays = _to_arrays(samples, self._share)
+        for group, samples_RN, rejection in zip(groups.values(), arrays, rejections, strict=True):
+            own = _split_samples(samples_RN, group)
+            own = own if rejection is None else rejection.add_draft_probs(own)
+            predictions |= zip(map(id, group), own, strict=True)
         return [predictions[id(request)] for request in logits.requests]
 
 
@@ -176,6 +194,7 @@ def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
         config.confidence_of,
         config.cfg_scale,
         config.defer_token_ids,
+        settings.rejects_drafts,
     )
     return (*options, settings.temperature, settings.forbidden_token_ids, strategy.name, repr(strategy))
 

@@ -1,4 +1,4 @@
-"""Who may use the server: the address at which it listens, the number of connections, and API keys.
+"""Who may use the server: the address at which it listens, and API keys.
 
 No torch, so that an address in use and a wrong file of keys are told before the model is loaded.
 """
@@ -8,34 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import resource
 import socket
 from pathlib import Path
 
 from files.usage_error import UsageError
 
 MIN_KEY_LENGTH = 16
-_MAX_FILE_BYTES = 1 << 20
-
-BACKLOG = 512
-"""Connections that wait to be accepted. All of them can be accepted at once, before the first one is refused."""
-_OTHER_DESCRIPTORS = 128
-"""Open files besides connections, and connections beyond the limit that ask only whether the server lives."""
-
-
-def fit_connections(max_connections: int) -> int:
-    """Allow the process as many open files as connections need, if the system lets it.
-
-    Returns:
-        How many connections there can be.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_needed = max_connections + BACKLOG + _OTHER_DESCRIPTORS
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < num_needed:
-        soft = num_needed if hard == unlimited else min(num_needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max_connections if soft == unlimited else max(1, min(max_connections, soft - BACKLOG - _OTHER_DESCRIPTORS))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -87,8 +65,7 @@ class ApiKeys:
             UsageError: a key is too short or has spaces, or there is none.
             OSError: the file cannot be read.
         """
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8", "replace")
+        text = path.read_text("utf-8", "replace")
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
         keys = [(number, line) for number, line in lines if line and not line.startswith("#")]
         for number, key in keys:

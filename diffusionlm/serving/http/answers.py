@@ -234,11 +234,7 @@ async def decode(
 
 
 class ServedAnswer(Generic[Body]):
-    """What the answers of all endpoints share; each endpoint has a class of its own.
-
-    Args:
-        response_id: of the response, without its prefix.
-    """
+    """What the answers of all endpoints share; each endpoint has a class of its own."""
 
     prefix = ""
     whole_object = ""

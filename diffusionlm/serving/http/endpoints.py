@@ -55,11 +55,7 @@ def get_context(scope: Scope) -> RequestContext:
 
 
 async def discard_body(request: Request, max_bytes: int) -> bool:
-    """Read the rest of a body, so that a client that is still sending sees the response.
-
-    Returns:
-        Whether all was read; otherwise the connection has to be closed.
-    """
+    """Read the rest of a body, so that a client that is still sending sees the response; False: not all was read."""
     context = get_context(request.scope)
     if context.is_body_read or "expect" in request.headers:
         return context.is_body_read

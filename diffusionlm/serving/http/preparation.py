@@ -150,11 +150,7 @@ class RequestPreparer:
     def _score_prompts(
         self, body: GenerationBody, texts: Sequence[HealedText], settings: DecodingSettings, owner: dict[str, Any]
     ) -> list[PreparedRequest]:
-        """Requests for the log-probabilities of the prompts; none if they are not asked for.
-
-        Raises:
-            ValueError: the prompts have too many tokens.
-        """
+        """Requests for the log-probabilities of the prompts; none if they are not asked for."""
         num_top = body.num_prompt_alternatives
         if num_top is None:
             return []
@@ -166,23 +162,14 @@ class RequestPreparer:
         for index, text in enumerate(texts):
             data, end = self.tokenizer.decode_bytes(text.plain_token_ids), body.prompt_text(index, self.tokenizer)
             start = data.removesuffix(end.encode()) if end else b""  # of tokens before the prompt
-            options = RequestOptions(
-                num_top_logprobs=num_top,
-                segment_starts=text.options.segment_starts,
-                images=text.options.images,
-                processor=text.options.processor,
-                repeated_bytes=(b"" if start == data else start,),
-                **owner,
-            )
+            repeated_bytes = (b"" if start == data else start,)
+            own: dict[str, Any] = {"num_top_logprobs": num_top, "repeated_bytes": repeated_bytes, **owner}
+            options = replace(text.options, allowed_token_ids={}, **own)
             requests.append(prepare_prompt_scoring(settings, text.plain_token_ids, options))
         return requests
 
     def _count_new_tokens(self, text: HealedText, body: GenerationBody, settings: DecodingSettings) -> int:
-        """Return the most new tokens that the answer to a text may have.
-
-        Raises:
-            ValueError: they are more than the server allows.
-        """
+        """Return the most new tokens that the answer to a text may have."""
         total_length, key = settings.config.total_length, next(iter(body.lengths), None)
         if text.options.is_infill:
             count = sum(text.options.span_lengths)
@@ -199,11 +186,7 @@ class RequestPreparer:
     def _check_limits(
         self, body: GenerationBody, texts: Sequence[HealedText], lengths: Sequence[int], settings: DecodingSettings
     ) -> None:
-        """Check the number of choices, the size of the answer, and the steps of a choice.
-
-        Raises:
-            ValueError: one is beyond a limit of the server.
-        """
+        """Check the number of choices, the size of the answer, and the steps of a choice."""
         num_each = body.n + (body.num_prompt_alternatives is not None)
         count, limit = num_each * len(texts), self.limits.max_requests + self.limits.max_waiting
         if count > limit:
@@ -235,11 +218,7 @@ class RequestPreparer:
     def _compile_constraints(
         self, body: GenerationBody, options: RequestOptions, tool_format: ToolCallFormat | None
     ) -> list[TokenConstraint | None]:
-        """Constraints of an answer, one for each masked span; equal ones are compiled once. Empty: any text.
-
-        Raises:
-            ValueError: one is wrong, or they are too many or too large together.
-        """
+        """Constraints of an answer, one for each masked span; equal ones are compiled once. Empty: any text."""
         value, num_spans, key = body.constraint, len(options.span_lengths) or 1, body.constraint_key
         if value is None:
             return []

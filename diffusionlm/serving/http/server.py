@@ -19,7 +19,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.http.access import BACKLOG
 from diffusionlm.serving.http.app import ServerApp
 from diffusionlm.serving.http.endpoints import DISCARD_SECONDS, IS_PROBE_KEY
 from diffusionlm.serving.http.service import Service
@@ -27,6 +26,8 @@ from diffusionlm.serving.http.wire import ApiError, to_json, too_many_connection
 from files.stop_signals import list_stop_signals
 
 LOGGER = logging.getLogger(__name__)
+_BACKLOG = 512
+"""Connections that wait to be accepted."""
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 2.0
 """Time for the errors of requests that were not done in time."""
@@ -138,11 +139,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end.
-
-    Args:
-        on_ready: called when connections are accepted.
-    """
+    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end."""
 
     def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
         self._service = service
@@ -157,7 +154,7 @@ class ApiServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
+            backlog=_BACKLOG,
             h11_max_incomplete_event_size=limits.max_header,
             timeout_keep_alive=cast("int", limits.keep_alive_seconds),  # for `call_later`, which takes any number
             timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS + DISCARD_SECONDS)),

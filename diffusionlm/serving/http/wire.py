@@ -171,23 +171,14 @@ def parse_body(values: dict[str, Any], kind: type[Body], context: BodyContext) -
         return kind.model_validate(values, context=context)
     except ValidationError as error:
         places = [item["loc"] for item in error.errors(include_url=False) if item["type"] == "extra_forbidden"]
-        refusal = to_refusal(error, kind, values)
         if not places or context.limits.unknown_fields == "refuse":
-            raise refusal from None
+            raise to_refusal(error, kind, values) from None
+    for place in places:
+        _log_ignored(shorten(".".join(part for part in place if isinstance(part, str))))
     try:
-        for place in places:
-            _drop_field(values, place)
-    except (LookupError, TypeError):  # it is a part of a choice among forms
-        raise refusal from None
-    return parse_body(values, kind, context)
-
-
-def _drop_field(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    parent: Any = values
-    for part in place[:-1]:
-        parent = parent[part]
-    del parent[place[-1]]
-    _log_ignored(shorten(".".join(str(part) for part in place if isinstance(part, str))))
+        return kind.model_validate(values, context=context, extra="ignore")
+    except ValidationError as error:
+        raise to_refusal(error, kind, values) from None
 
 
 @lru_cache(MAX_LOGGED_FIELDS)

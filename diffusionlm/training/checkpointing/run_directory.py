@@ -39,7 +39,6 @@ class RunDirectory:
 
     @property
     def summary(self) -> Path:
-        """Results of the final evaluation."""
         return self.path / "summary.json"
 
 

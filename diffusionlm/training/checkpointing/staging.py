@@ -181,7 +181,6 @@ def stage_checkpoint(
     Args:
         write_model: writes a model directory with the copies of ``weights``. It is called later from another thread, so
             it must not use anything that training changes.
-        state: contents of state.json.
         weights: whole weights of the model directory. Only the first rank needs them. The copies of those on ``meta``
             are filled by the caller.
         optimizer: ``parameter.key`` -> shard.

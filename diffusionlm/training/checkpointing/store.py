@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,6 @@ class LoadedCheckpoint:
         return any(key.startswith("weights.") for key in self.tensors.shapes)
 
     def weights(self) -> dict[str, Tensor]:
-        """Read the weights of the model directory."""
         return read_weights(self.path)
 
     def live_weights(self) -> dict[str, Tensor]:
@@ -200,9 +199,10 @@ class CheckpointStore:
         bounds = {
             step: bound
             for step in self.steps()
-            if (bound := read_selection_value(self.path(step), self.best_task)) is not None
+            if (bound := read_selection_value(self.path(step), self.best_task)) is not None and math.isfinite(bound)
         }
-        best = select_best(bounds) if self.keep_best else None
+        # The later of equal ones.
+        best = min(bounds, key=lambda step: (bounds[step], -step), default=None) if self.keep_best else None
         if best is not None:
             replace_symlink(self.folder / BEST_LINK, self.path(best).name)
         else:
@@ -279,11 +279,7 @@ class AsyncCheckpointer:
 
 
 def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
-    """Open a checkpoint without reading its tensors.
-
-    Raises:
-        ValueError: it is incomplete or damaged.
-    """
+    """Open a checkpoint without reading its tensors."""
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
     state = read_json_object(path / STATE_FILE)
@@ -298,12 +294,6 @@ def select_expired(
     last = sorted(steps)[-keep_last:]
     candidates = [step for step in sorted(steps) if step not in last and step not in linked]
     return [step for step in candidates if not keep_every_steps or step % keep_every_steps]
-
-
-def select_best(bounds: Mapping[int, float]) -> int | None:
-    """The step with the lowest finite bound, the later of equal ones; None if none is finite."""
-    finite = {step: bound for step, bound in bounds.items() if math.isfinite(bound)}
-    return min(finite, key=lambda step: (finite[step], -step)) if finite else None
 
 
 def read_selection_value(checkpoint: Path, task: str | None = None) -> float | None:

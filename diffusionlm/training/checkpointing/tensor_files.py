@@ -58,7 +58,6 @@ _ALLOWED_GLOBALS = {
 """Names that the pickle ``.metadata`` may contain, beside dtypes: they describe tensors and have no other effect.
 Descriptions of other objects are not among them, since torch would load these by an unrestricted pickle."""
 MAX_LISTED_PROBLEMS = 4
-"""Problems that an error lists."""
 
 
 def write_shards(folder: Path, shards: Mapping[str, TensorShard], world: World) -> ManifestEntries:
@@ -136,7 +135,6 @@ class StoredTensors:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor by key."""
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     @property
@@ -164,11 +162,7 @@ class StoredTensors:
         self.world.all_agree(lambda: self._read(shards))
 
     def read_whole(self, prefix: str) -> dict[str, Tensor]:
-        """Read the tensors whose keys begin with ``prefix``, on the CPU. The prefix is removed from the keys.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        """Read the tensors whose keys begin with ``prefix``, on the CPU. The prefix is removed from the keys."""
         keys = [key for key in self.shapes if key.startswith(prefix)]
         tensors = {key: torch.empty(self.shapes[key], dtype=self.dtypes[key]) for key in keys}
         self._read({key: TensorShard.whole(tensor) for key, tensor in tensors.items()})
@@ -256,11 +250,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def _validate_metadata(metadata: object) -> Metadata:
-    """Check that it describes tensors in files beside it.
-
-    Raises:
-        ValueError, AttributeError, TypeError: it does not.
-    """
+    """Check that it describes tensors in files beside it."""
     if not isinstance(metadata, Metadata):
         raise ValueError("it describes no tensors")
     for key, tensor in metadata.state_dict_metadata.items():

@@ -146,7 +146,7 @@ def test_wrong_input(model: Path, tmp_path: Path, fails: Fails) -> None:
         ([*run, *output, "--vary", "likelihood.seed=1,2"], ["likelihood.seed", "no effect"]),
         ([*run, *output, "--vary", "temperature=1,2"], ["'temperature'", "generation"]),
         ([*run, *output, "--vary", "generation.temperature"], ["--vary", "SECTION.KEY"]),
-        ([*run, *output, "--model", str(model)], ["--model", "twice"]),
+        ([*run, *output, "--model", str(model)], ["two variants", "remove one"]),
         (["--model", str(model), "--data", data, *output], ["output.directory", "tasks"]),
         (["--model", str(model), "--set", "exact_match.max_prompts=4"], ["[exact_match]", "[[tasks]]", "limit"]),
         ([*run, *output, "--set", "data.source=python-stdlib"], ["[data]", "tasks"]),

@@ -208,7 +208,7 @@ def test_folders_that_are_no_evaluations_are_refused(tmp_path: Path, fails: Fail
     folder = write_run(tmp_path / "run", {"base": [True]})
     (tmp_path / "other").mkdir()
     for arguments, problem in (
-        ([str(folder), str(tmp_path / "other")], "other is no finished evaluation"),
+        ([str(folder), str(tmp_path / "other")], "other/results.json: cannot be read"),
         ([str(folder), "--output", "x.txt"], "ends in .html"),
     ):
         assert problem in fails(main, *arguments)

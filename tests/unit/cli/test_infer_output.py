@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, decode
 from diffusionlm.inference.request_builder import RequestBuilder
-from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.inference.requests import PreparedRequest, RequestOptions
 from diffusionlm.models.transformer import Transformer
 from logger.pages import Examples, Token
 from tests.conftest import MakeConfig
@@ -158,6 +159,15 @@ def test_pieces_of_a_canvas(tokenizer: Tokenizer, make_config: MakeConfig) -> No
         assert canvas_text_pieces(request, ids, is_masked, tokenizer) == [
             ("the ", False), (text, True), (MASK_GLYPH, True), (" sat", False)
         ]  # fmt: skip
+
+
+def test_a_prompt_of_which_healing_leaves_nothing_is_not_repeated(tokenizer: Tokenizer) -> None:
+    prepared = replace(make_request([tokenizer.eos_token_id or 0]), options=RequestOptions(repeated_bytes=(b"a",)))
+    ids = tuple(tokenizer.encode("ab"))
+    result = Generation(ids, "stop", 1, (-1.0,) * len(ids), (1,) * len(ids))
+    request = EncodedInput(Input("prompt", "a"), 1, "a", num_hidden=1, prepared=prepared)
+    [answer] = build_answers(tokenizer, [request], [result], 1.0)
+    assert answer.output == "b"
 
 
 @pytest.fixture(scope="module")

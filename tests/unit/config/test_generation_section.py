@@ -111,6 +111,7 @@ def test_every_form_of_a_config_accepts_the_flat_keys(tmp_path: Path) -> None:
         ),
         ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block_causal", '"block"']),
         ({"draft_length": 3}, ["draft_length = 3", "without speculation", '"two_forwards"']),
+        ({"acceptance": "rejection"}, ['acceptance = "rejection"', "without speculation", '"two_forwards"']),
         ({"speculation": "one_forward", "block_length": 8}, ["block_length = 8", 'speculation = "one_forward"']),
         ({"speculation": "two_forwards", "cfg_scale": 1.0}, ["cfg_scale = 1.0", 'speculation = "two_forwards"']),
         ({"speculation": "two_forwards", "remasking_strategy": "p2"}, ['remasking_strategy = "p2"', "remove one"]),
@@ -133,7 +134,7 @@ def test_what_the_resource_shows_is_valid() -> None:
     for line in re.findall(r"^# (\w+ = .+)", text, flags=re.MULTILINE):
         [(key, value)] = tomllib.loads(line).items()
         strategy = value if key == "remasking_strategy" else strategy
-        if key in ("speculation", "draft_length"):
+        if key in ("speculation", "draft_length", "acceptance"):
             GenerationConfig.model_validate({"speculation": "one_forward", key: value})
             keys.add(key)
             continue

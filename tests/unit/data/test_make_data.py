@@ -310,7 +310,7 @@ def test_a_directory_from_other_inputs_is_rejected(
         make_data(config, ignore)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "check_sizes", stop)  # before the index is written
+            patch.setattr(module, "check_files", stop)  # before the index is written
             with pytest.raises(Stopped):
                 make_data(config, ignore)
     before = digest(directory)

@@ -13,7 +13,7 @@ import pytest
 from config.data import Shards
 from diffusionlm.data import shards as shards_module
 from diffusionlm.data.reader import Split, Tokens
-from diffusionlm.data.shard_files import ShardIndex, ShardWriter, SplitIndex, check_checksums, read_index, select_dtype
+from diffusionlm.data.shard_files import ShardIndex, ShardWriter, SplitIndex, check_files, read_index, select_dtype
 from diffusionlm.data.shards import FEISTEL_ROUNDS, KeyedPermutation, ShardDocuments, ShardReader
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
@@ -233,7 +233,7 @@ def test_damage_of_the_same_length(tmp_path: Path) -> None:
         message = error_of(folder)
         assert message.startswith(f"{path} is damaged") and "does not split 50 tokens into 10 documents" in message
         with pytest.raises(ValueError, match=r"its checksum is not the one in index\.json"):
-            check_checksums(folder, read_index(folder, "key").splits["train"])
+            check_files(folder, read_index(folder, "key").splits["train"], reads_contents=True)
 
 
 STREAM = RngStream.DOCUMENT_ORDER

@@ -145,11 +145,6 @@ def test_ranks_share_the_rows_of_every_step(
         assert sum(batch.num_targets for batch in batches) == sum(batch.num_targets for batch in steps[step])
 
 
-def test_ranks_must_divide_the_batch(tokenizer: Tokenizer, texts: Path) -> None:
-    with pytest.raises(ValueError, match=r"training\.batch_size = 12"):
-        build_spec(tokenizer, texts, 0, 0, 5).open()
-
-
 TRAINING = """
 import multiprocessing, pickle, sys
 from diffusionlm.data.loader import WorkerLoader

@@ -19,6 +19,7 @@ L, BLOCK, MASK = 14, 4, 18
 OPTIONS: dict[str, dict[str, Any]] = {
     "Nemotron": {"clean_alignment": "shifted"},
     "I-DLM": {"logit_alignment": "shifted", "clean_alignment": "shifted", "noisy_attention": "token"},
+    "WeDLM": {"clean_alignment": "shifted", "noisy_attention": "visible_first"},
 }
 
 
@@ -42,7 +43,7 @@ def test_acceptance_is_that_of_decoding(tiny_model: MakeModel, name: str, prompt
             if first < max(prompt, 1):
                 continue  # a mask of the block is in the prompt, or is the first token of the text
             text = torch.cat([row[:first], torch.full((end - first,), MASK)])
-            pattern = Causal() if shift else CausalThenBlock(start, end)
+            pattern = CausalThenBlock(start, end) if name == "Nemotron" else Causal()
             for target in range(start + 1, min(end + shift, L)):
                 p, q = law(model, row[:target], Causal(), target - 1), law(model, text, pattern, target - shift)
                 expected[target - start].append((float(torch.minimum(p, q).sum()), float(p.argmax() == q.argmax())))

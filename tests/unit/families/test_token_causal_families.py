@@ -55,7 +55,7 @@ def test_defaults_of_nemotron(tmp_path: Path) -> None:
     assert (config.mask_token_id, config.block_length, config.eos_token_id) == (100, 32, 11)
     assert (config.logit_alignment, config.clean_alignment) == ("same_position", "shifted")
     assert (config.head_dim, config.rms_norm_eps, config.tie_word_embeddings) == (128, 1e-5, False)
-    assert get_family(config).default_strategy == "low_confidence_dynamic"
+    assert get_family(config).default_strategy == "threshold"
     assert isinstance(config.rope_scaling, YarnRope)
     assert (config.rope_scaling.attention_scaling, config.rope_scaling.llama_4_scaling_beta) == (1.0, 0.1)
     written = build_config_json(config, torch.bfloat16)
@@ -123,6 +123,9 @@ def test_an_adapter_of_nemotron_has_the_names_of_its_files(tiny_model: MakeModel
 def test_keys_of_wedlm_say_its_layers(keys: dict[str, bool], expected: tuple[bool, bool], tmp_path: Path) -> None:
     config = read(tmp_path, model_type="wedlm", **keys)
     assert (config.qk_norm, config.attention_bias) == expected and not config.attention_output_bias
+    assert config.noisy_attention == "visible_first" and get_family(config).default_strategy == "penalized_entropy"
+    causal = read(tmp_path / "causal", model_type="wedlm", noisy_attention="token", **keys)
+    assert causal.noisy_attention == "token", "the file precedes the family"
     written = build_config_json(config, torch.bfloat16)
     assert (written["qk_norm"], written["attention_bias"]) == expected and "attention_output_bias" not in written
 
@@ -169,8 +172,8 @@ def test_an_sdar_needs_no_keys(folder: str, tmp_path: Path) -> None:
         ("sdar", ("same_position", "shifted", "block"), False),
         ("sdar", ("shifted", None, "block"), False),
         ("sdar", ("shifted", "shifted", "block"), False),
-        ("wedlm", ("same_position", "shifted", "block"), True),
-        ("wedlm", ("same_position", "shifted", "token"), False),
+        ("wedlm", ("same_position", "shifted", "visible_first"), True),
+        ("wedlm", ("same_position", "shifted", "block"), False),
         ("wedlm", SDAR, False),
         ("Dream", ("shifted", "shifted", "block"), False),
     ],

@@ -66,7 +66,8 @@ def record_decoding(
             return [np.full(tensor.shape, 3.0) for tensor in tensors]
 
         record.clear()
-        generation = GenerationConfig(max_new_tokens=NUM_STEPS, block_length=4, steps=NUM_STEPS, **settings)
+        steps = {"block_length": 4, "steps": NUM_STEPS}
+        generation = GenerationConfig(**{"max_new_tokens": NUM_STEPS, **steps, **settings})
         with (
             patch.object(cuda_graphs, "MIN_USES", 0),
             patch.object(decoder, "select_graph_pool", lambda model: make_pool),
@@ -92,6 +93,14 @@ def test_where_decoding_waits_for_the_gpu(settings: dict[str, Any], make_config:
     record = record_decoding(make_config(vocab_size=vocab_size), **settings)
     assert set(record.waits) <= set(ALLOWED_WAITS)
     assert 0 < record.waits[PREDICTIONS] <= NUM_STEPS
+
+
+def test_rejected_drafts_wait_for_the_gpu_once_in_a_forward(make_config: MakeConfig) -> None:
+    """The distributions of drafts stay on the GPU until they are verified."""
+    model = make_config(block_length=4, clean_alignment="shifted")
+    keys: dict[str, Any] = {"speculation": "one_forward", "draft_length": 2, "block_length": None, "steps": None}
+    record = record_decoding(model, acceptance="rejection", temperature=1.0, **keys)
+    assert set(record.waits) == {PREDICTIONS} and record.waits[PREDICTIONS] <= NUM_STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -296,8 +296,6 @@ def test_what_has_no_speculation_is_refused(like: Like) -> None:
     config = config_of("two_forwards")
     with pytest.raises(ValueError, match=r'canvas 0: speculation = "two_forwards".* no infilling: remove it'):
         prepare(model, config, [1, MASK], is_infill=True)
-    with pytest.raises(ValueError, match="no constraints"):
-        prepare(model, config, [1], constraints=(object(),))
     job = prepare(model, config, [1])
     [answer] = decode(model, [job])
     assert answer.trajectory is not None

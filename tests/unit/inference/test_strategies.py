@@ -27,7 +27,13 @@ def select(
 ) -> list[int]:
     """Selected positions; all are masked, unless the state says otherwise."""
     M = len(confidence)
-    defaults = {"is_masked_M": np.ones(M, dtype=np.bool_), "uniforms_M": np.zeros(M), "step": 0, "num_steps": 1}
+    defaults = {
+        "is_masked_M": np.ones(M, dtype=np.bool_),
+        "positions_M": np.arange(M),
+        "uniforms_M": np.zeros(M),
+        "step": 0,
+        "num_steps": 1,
+    }
     values: dict[str, Any] = {
         "confidence_M": np.array(confidence),
         "schedule_value": schedule_value,

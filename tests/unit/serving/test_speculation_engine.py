@@ -25,6 +25,8 @@ CONFIGS = [PLAIN] + [
     GenerationConfig(max_new_tokens=14, stop_token_ids=(), temperature=0.8, speculation=kind, draft_length=length)
     for kind, length in (("two_forwards", 3), ("one_forward", 2), ("one_forward", 5))
 ]
+REJECTING = [config.model_copy(update={"acceptance": "rejection"}) for config in CONFIGS[1:]]
+"""Their texts are those of the same requests alone."""
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -32,15 +34,21 @@ def test_texts_of_adapters_are_those_of_next_tokens(tiny_model: MakeModel, tmp_p
     keys: dict[str, Any] = {"vocab_size": 19, "mask_token_id": 18, "block_length": 4, "clean_alignment": "shifted"}
     model, adapted = (tiny_model(torch.float64, **keys).eval() for _ in range(2))
     write_adapter(adapted, tmp_path / "a", 1, {"rank": 2})
-    adapters, own_models = {"a": read_adapter(model, tmp_path / "a")}, {None: model, "a": adapted}
+    write_adapter(tiny_model(torch.float64, **keys), tmp_path / "drafts", 2, {"rank": 3, "positions": "masks"})
+    adapters = {name: read_adapter(model, tmp_path / name) for name in ("a", "drafts")}
+    own_models = {None: model, "a": adapted, "drafts": model}
     cases = [(own, config, seed) for seed in range(4) for own in own_models for config in CONFIGS]
+    # Texts of rejection depend on the drafts.
+    cases += [(own, config, seed) for seed in range(4) for own in (None, "a") for config in REJECTING]
     limits: dict[str, Any] = {"cache_memory": 1 << 16, "page_size": 4, "max_num_batched_tokens": 9}
     prompt = [*range(11)]
     with Engine(model, adapters=adapters, tensor_parallel=num_ranks, **limits) as engine:
         requests = [engine.submit(prompt, config, seed, RequestOptions(adapter=own)) for own, config, seed in cases]
         answers = [request.result(60) for request in requests]
-    for (own, _, seed), ours in zip(cases, answers, strict=True):
-        [expected] = generate(own_models[own], [prompt], PLAIN, [seed])
+    by_adapter = zip(answers[: len(CONFIGS)], answers[2 * len(CONFIGS) : 3 * len(CONFIGS)], strict=True)
+    assert any(plain.step_map != drafted.step_map for plain, drafted in by_adapter), "drafts differ"
+    for (own, config, seed), ours in zip(cases, answers, strict=True):
+        [expected] = generate(own_models[own], [prompt], config if config in REJECTING else PLAIN, [seed])
         assert ours.token_ids == expected.token_ids
         assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
 

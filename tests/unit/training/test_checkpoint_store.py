@@ -156,7 +156,7 @@ def test_tensors_are_read_in_place_and_must_fit(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_best_and_every_third_checkpoint_are_retained(tmp_path: Path, keep_last: int) -> None:
     store = CheckpointStore(tmp_path, keep_last, keep_every_steps=30)
-    bounds = {10: 3.0, 20: 2.5, 30: None, 40: 2.5, 50: float("nan"), 60: 2.7, 70: 2.6}
+    bounds = {10: float("nan"), 20: 2.5, 30: None, 40: 2.5, 50: float("inf"), 60: 2.7, 70: 2.6}
     for step, bound in bounds.items():
         store.save(snapshot(step, bound=bound))
     last = [70] if keep_last == 1 else [60, 70]

@@ -56,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "dora": {"dora": True, "dropout": 0.5},
+    "masked positions": {"dropout": 0.5, "positions": "masks"},
     "pissa, trained rows": {"init": "pissa", "trainable_tokens": (1, 5)},
     "whole modules": {"modules_to_save": ("norm", "down_proj", "embed_tokens"), "targets": ("q_proj", "up_proj")},
 }
@@ -90,7 +91,13 @@ def compute_gradients(model: Transformer, pattern: AttentionPattern) -> dict[str
     loss_inputs = LossInputs(torch.arange(4), torch.ones(4), load_balancing_weight=float(model.config.num_experts > 0))
     dropout, trained = find_dropout(model), trained_parameters(model)
     with nullcontext() if dropout is None else dropout.dropout_context(5, torch.arange(2), 10, positions_N):
-        output = model(tokens_BL, pattern=pattern, output_positions=positions_N, loss_inputs=loss_inputs)
+        output = model(
+            tokens_BL,
+            pattern=pattern,
+            masked_BL=tokens_BL > 9,
+            output_positions=positions_N,
+            loss_inputs=loss_inputs,
+        )
         return dict(zip(trained, torch.autograd.grad(output.total_loss, list(trained.values())), strict=True))
 
 
@@ -112,7 +119,7 @@ def test_blocks(variant: str, tiny_model: MakeModel) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapters(adapter: str, tiny_model: MakeModel) -> None:
-    models = [tiny_model(torch.float64) for _ in range(2)]
+    models = [tiny_model(torch.float64, clean_alignment="shifted") for _ in range(2)]
     for model in models:
         add_adapter(model, LoraConfig(rank=2, **ADAPTERS[adapter]))
         generator = torch.Generator().manual_seed(1)

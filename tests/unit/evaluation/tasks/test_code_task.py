@@ -11,7 +11,7 @@ import pytest
 from config.evaluation.presets import load_presets
 from diffusionlm.evaluation.tasks.evaluation import grade
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.prompts import fill_template
+from diffusionlm.evaluation.tasks.preparation import fill_template
 from diffusionlm.inference.text import AnswerText
 from tests.unit.evaluation.tasks.conftest import TASK, MakeTask
 from tokenizer import Tokenizer

@@ -15,8 +15,7 @@ from config.model import ModelConfig
 from diffusionlm.evaluation.likelihood.scoring import conditional_likelihood
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.preparation import prepare_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems
+from diffusionlm.evaluation.tasks.preparation import PreparedItems, prepare_items
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.images import expand_images
 from diffusionlm.models.transformer import Transformer

@@ -13,7 +13,7 @@ import pytest
 from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.evaluation.tasks.item_task import TaskItem
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.prompts import PreparedItems, fill_template
+from diffusionlm.evaluation.tasks.preparation import PreparedItems, fill_template
 from tests.conftest import MakeConfig
 from tests.unit.data.chat_cases import chat_tokenizer
 from tests.unit.evaluation.conftest import token_ids
