@@ -51,7 +51,7 @@ from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
 
 CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
-"""Attention of noisy blocks with a cache."""
+"""Attention of noisy blocks."""
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
@@ -233,15 +233,17 @@ class ModelRunner:
             return self._adapted.model(tokens_1Q, pattern=batch, images=images)
 
     def _texts(self, item: ScheduledRequest, number: int) -> Iterator[InputText]:
-        """The text of a request with this number (`_text`). Committed text and a noisy block are two texts with the
-        same pages: all keys of a layer are written before attention, so the second one reads those of the first."""
+        """The text of a request with this number (`_text`). Committed text and a noisy block with an attention of its
+        own are two texts with the same pages: all keys of a layer are written before attention, so the second one reads
+        those of the first."""
         text, middle = self._text(item, number), item.noisy_start
-        if middle is None:
+        noisy_attention = item.request.settings.model.noisy_attention
+        if middle is None or noisy_attention == "token":
             yield text
             return
         sequence, outputs = text.sequence, text.sequence.outputs
         assert outputs is not None
-        is_causal = item.request.settings.model.noisy_attention != "block"
+        is_causal = noisy_attention == "visible_first"
         if sequence.pages is None:
             pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
             yield _order_inputs(replace(text, sequence=replace(sequence, pattern=pattern)), item)
