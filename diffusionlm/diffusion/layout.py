@@ -130,8 +130,7 @@ class InputLayout:
             denominator: contribution of the batch to the loss denominator.
             replacement_tokens_BL: tokens in place of masked ones. None: the mask token.
         """
-        masked = torch.from_numpy(masked_BL)
-        documents_BL = _document_ids_or_none(batch)
+        masked, documents_BL = torch.from_numpy(masked_BL), _document_ids_or_none(batch)
         masked_indices_N = masked.flatten().nonzero()[:, 0]
         is_padding_BL = batch.is_eos_padding_BL
         positions_N = masked_indices_N - int(self.alignment == "shifted")
@@ -155,7 +154,7 @@ class InputLayout:
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL, *self.half_attention)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
                     masked_indices_N = masked_indices_N[order]
-                    inputs, pattern, positions_N = self._order_noisy_half(inputs, pattern, positions_N, masked)
+                    inputs, pattern, positions_N, masked = self._order_noisy_half(inputs, pattern, positions_N, masked)
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
         return NoisedBatch(
             inputs,
@@ -218,16 +217,17 @@ class InputLayout:
 
     def _order_noisy_half(
         self, inputs_BL: Tensor, pattern: BlockDiffusion, positions_N: Tensor, masked_BL: Tensor
-    ) -> tuple[Tensor, BlockDiffusion, Tensor]:
-        """Noisy inputs, pattern and output positions in the order of `NoisyAttention`. The masks of a block keep their
-        order, so the targets do."""
+    ) -> tuple[Tensor, BlockDiffusion, Tensor, Tensor]:
+        """Noisy inputs, pattern, output positions and masked inputs in the order of `NoisyAttention`. The masks of a
+        block keep their order, so the targets do."""
         if self.noisy_attention != "visible_first":
-            return inputs_BL, pattern, positions_N
+            return inputs_BL, pattern, positions_N, masked_BL
         L = masked_BL.shape[1]
         starts_BL, _ = pattern.block_bounds(L)
         order_BL = (2 * starts_BL + masked_BL).argsort(dim=1, stable=True)
         positions_N = positions_N + (order_BL.argsort(dim=1) - torch.arange(L))[masked_BL]
-        return inputs_BL.gather(1, order_BL), replace(pattern, noisy_positions_BL=order_BL), positions_N
+        inputs_BL, masked_BL = inputs_BL.gather(1, order_BL), masked_BL.gather(1, order_BL)
+        return inputs_BL, replace(pattern, noisy_positions_BL=order_BL), positions_N, masked_BL
 
 
 def anneal_attention(pattern: AttentionPattern, length: int, key: NoiseKey, num_steps: int) -> AttentionPattern:

@@ -23,6 +23,7 @@ from tests.masked_adapters import HookedAdapter, add_drafter, move_adapter
 MASK, B, L = 18, 3, 10
 NEMOTRON: dict[str, Any] = {"clean_alignment": "shifted"}
 I_DLM: dict[str, Any] = {**NEMOTRON, "logit_alignment": "shifted", "noisy_attention": "token"}
+WEDLM: dict[str, Any] = {**NEMOTRON, "noisy_attention": "visible_first"}
 DOCUMENTS = torch.tensor([[0] * 6 + [1] * 4, [0] * 10, [0] * 3 + [1] * 5 + [2] * 2])
 TOKENS = torch.randint(0, MASK + 1, (B, L), generator=torch.Generator().manual_seed(5))
 """With mask tokens in text."""
@@ -44,7 +45,7 @@ def find_masked(draw: NoisedBatch, shift: int) -> Tensor:
     return masked_BS
 
 
-@pytest.mark.parametrize("options", [NEMOTRON, I_DLM], ids=["Nemotron", "I-DLM"])
+@pytest.mark.parametrize("options", [NEMOTRON, I_DLM, WEDLM], ids=["Nemotron", "I-DLM", "WeDLM"])
 @pytest.mark.parametrize(
     ("values", "is_packed", "lora", "checkpointing"),
     [
