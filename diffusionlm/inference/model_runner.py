@@ -238,12 +238,14 @@ class ModelRunner:
         those of the first."""
         text, middle = self._text(item, number), item.noisy_start
         noisy_attention = item.request.settings.model.noisy_attention
-        if middle is None or noisy_attention == "token":
+        # An adapter of masks has rows of its own, whose number would change those of others in a tile.
+        has_drafter = text.adapter is not None and text.adapter.acts_on_masks
+        if middle is None or (noisy_attention == "token" and not has_drafter):
             yield text
             return
         sequence, outputs = text.sequence, text.sequence.outputs
         assert outputs is not None
-        is_causal = noisy_attention == "visible_first"
+        is_causal = noisy_attention != "block"
         if sequence.pages is None:
             pattern = CAUSAL if is_causal else CausalThenBlock(middle, item.end)
             yield _order_inputs(replace(text, sequence=replace(sequence, pattern=pattern)), item)

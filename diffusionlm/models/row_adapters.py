@@ -73,9 +73,9 @@ class AdapterRows:
     """Says which rows of a tensor in a forward belong to which adapter. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, list[RowGroup]] = {}
-        """Number of rows -> groups. A forward has Q inputs and P outputs in their order, so equal numbers are equal
-        rows."""
+        self._num_inputs = 0
+        self._groups: list[list[RowGroup]] = []
+        """Of the Q inputs of a forward, and of its P outputs."""
         self._selected: list[RowGroup] | None = None
 
     @contextmanager
@@ -95,7 +95,7 @@ class AdapterRows:
         sequences_Q = np.repeat(np.arange(len(adapters)), [part.num_inputs for part in batch.sequences])
         output_positions = batch.output_positions()
         outputs = ALL_ROWS if output_positions is None else output_positions.numpy()
-        self._groups = {}
+        self._groups, self._num_inputs = [], len(masked_Q)
         for sequences, is_masked in ((sequences_Q, masked_Q), (sequences_Q[outputs], masked_Q[outputs])):
             groups: list[RowGroup] = []
             for adapter in dict.fromkeys(adapter for adapter in adapters if adapter is not None):
@@ -105,21 +105,23 @@ class AdapterRows:
                 if len(rows):
                     is_alone = len(rows) == len(sequences)
                     groups.append((adapter, ALL_ROWS if is_alone else copy_to_device(torch.from_numpy(rows), device)))
-            self._groups[len(sequences)] = groups
+            self._groups.append(groups)
         try:
             yield
         finally:
-            self._groups = {}
+            self._groups = []
 
-    def groups(self, num_rows: int) -> list[RowGroup]:
-        """Groups of a tensor with so many rows."""
-        return self._groups[num_rows] if self._selected is None else self._selected
+    def groups(self, num_rows: int, *, is_output: bool = False) -> list[RowGroup]:
+        """Groups of a tensor with so many rows, which are inputs or outputs; their number tells most of them apart."""
+        if self._selected is not None:
+            return self._selected
+        return self._groups[is_output or num_rows != self._num_inputs]
 
     @contextmanager
     def select(self, num_rows: int, indices_S: Tensor) -> Iterator[None]:
         """Context of a module that gets some rows of a tensor, such as those of an expert."""
         selected: list[RowGroup] = []
-        for adapter, rows in self._groups[num_rows]:
+        for adapter, rows in self.groups(num_rows):
             if isinstance(rows, slice):
                 selected.append((adapter, rows))
                 continue
@@ -192,7 +194,7 @@ class RowAdaptedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         x_TD = x.flatten(0, -2)
-        groups = self._rows.groups(len(x_TD))
+        groups = self._rows.groups(len(x_TD), is_output=x.dim() == 2)
         parts = [(adapter.parts[self._name], rows) for adapter, rows in groups if self._name in adapter.parts]
         # A row factor is of the product alone, so the bias comes after it.
         is_bias_late = self.bias is not None and any(part.row_factor is not None for part, _ in parts)

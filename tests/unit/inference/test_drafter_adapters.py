@@ -92,6 +92,31 @@ def test_blocks_are_those_of_masked_rows(like: Like, name: str, cache: str) -> N
     assert texts != [decode_plainly(base, [*prompt, *[MASK] * 7]) for prompt in PROMPTS[:2]]
 
 
+@pytest.mark.parametrize("strategy", ["p2", "penalized_entropy"])
+def test_rows_of_requests_are_in_the_order_of_their_block(like: Like, strategy: str) -> None:
+    """Also where all inputs of a block have outputs."""
+    options = {"block_length": 5, "clean_alignment": "shifted", "noisy_attention": "visible_first"}
+    base, model = like(**options), add_drafter(like(**options))
+    config = GenerationConfig(max_new_tokens=13, stop_token_ids=(), remasking_strategy=strategy)
+    expected = generate(model, [PROMPTS[0]], config)[0]
+    with Engine(base, cache_memory=1 << 18, page_size=5, adapters={"drafts": make_adapter(base)}) as engine:
+        ours = engine.submit(PROMPTS[0], config, options=RequestOptions(adapter="drafts")).result(30)
+    assert_same_text(ours, expected)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_bits_of_blocks_do_not_depend_on_other_requests(like: Like) -> None:
+    base = like(**MODELS["token"]).float()
+    limits: dict[str, Any] = {"cache_memory": 1 << 18, "page_size": 4, "deterministic": True}
+    config = GenerationConfig(max_new_tokens=8, stop_token_ids=(), temperature=1.0)
+    with Engine(base, adapters={"drafts": make_adapter(base)}, **limits) as engine:
+        ours = [engine.submit(prompt, config, options=RequestOptions(adapter="drafts")) for prompt in PROMPTS]
+        together = [request.result(30) for request in ours]
+        for prompt, answer in zip(PROMPTS, together, strict=True):
+            alone = engine.submit(prompt, config, options=RequestOptions(adapter="drafts")).result(30)
+            assert_same_text(alone, answer, tolerance=0.0)
+
+
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
