@@ -119,9 +119,11 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
 
 @contextlib.contextmanager
 def _explain_write_errors(directory: Path) -> Iterator[None]:
-    """Name the directory and the free space in the errors of a disk."""
+    """Name the directory and the free space in the errors of a disk; those of a network stay."""
     try:
         yield
+    except ConnectionError:
+        raise
     except OSError as error:
         folders = (directory, Path(tempfile.gettempdir()))  # results of processes pass through temporary files
         free = ", ".join(f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB in {folder}" for folder in folders)
