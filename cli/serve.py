@@ -117,9 +117,11 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
     logger, limits = logging.getLogger("diffusionlm.serve"), config.serve
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    (num_files, most_files), num_needed = resource.getrlimit(resource.RLIMIT_NOFILE), limits.max_connections + 1024
     with suppress(ValueError):  # macOS allows fewer than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
+        if 0 <= num_files < num_needed:  # a connection is an open file
+            most = num_needed if most_files == resource.RLIM_INFINITY else min(num_needed, most_files)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most_files))
     device = None
     if limits.tensor_parallel > 1:  # each process copies its part from the files
         device = select_device(config.model.device, "model.device")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import resource
 import socket
 import tomllib
 from pathlib import Path
@@ -130,11 +129,11 @@ def test_the_weights_are_hashed_once_for_all_adapters(
     for name in ("cli.serve._configure_log", "sys.setswitchinterval", "gc.freeze"):
         monkeypatch.setattr(name, lambda *_: None)
     open_files: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 5000))
     monkeypatch.setattr("resource.setrlimit", lambda _, limits: open_files.append(limits))
     adapters = [{"name": name, "path": str(tmp_path / name)} for name in "ab"]
-    limits = {"port": 0, "cache_memory": 1 << 18, "adapter_directory": str(tmp_path)}
+    limits = {"port": 0, "max_connections": 1000, "cache_memory": 1 << 18, "adapter_directory": str(tmp_path)}
     values = {"model": {"path": str(folder)}, "adapters": adapters, "serve": limits}
     config = ServeConfig.model_validate(values)
     serve(config, *prepare(config))
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert len(models) == 1 and open_files == [(most_files, most_files)]
+    assert len(models) == 1 and open_files == [(2024, 5000)]
