@@ -18,7 +18,7 @@ from diffusionlm.models.vision.inputs import ImageInputs
 
 FORWARD_TENSORS = (
     "inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N", "answer_lengths_Q",
-    "is_desirable_P1", "is_next_token_N", "masked_BS",
+    "is_desirable_P1", "is_next_token_N",
 )  # fmt: skip
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
@@ -147,7 +147,7 @@ class NoisedBatch:
     images: ImageInputs | None = None
     """Images at positions of the inputs. None: there are none."""
     masked_BS: Tensor | None = None
-    """True at masked positions of the inputs. None: the inputs are clean tokens."""
+    """True at masked positions of the inputs, on the CPU: few forwards read it. None: the inputs are clean tokens."""
     on_host: NoisedBatch | None = None
     """The batch on the CPU that this one is a copy of. None: this one is on the CPU."""
 

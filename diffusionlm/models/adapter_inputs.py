@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens
@@ -57,11 +58,12 @@ class MaskedRows:
     outputs_P1: Tensor | None = None
     """The same at the output positions."""
 
-    def set(self, masked_BL: Tensor | None, output_positions: Tensor | None) -> None:
-        """Set them; arguments are those of `Transformer.forward`."""
+    def set(self, masked_BL: Tensor | None, output_positions: Tensor | None, device: torch.device) -> None:
+        """Set them on a device; the other arguments are those of `Transformer.forward`, the first one also on the
+        CPU."""
         self.inputs_T1 = self.outputs_P1 = None
         if masked_BL is not None:
-            self.inputs_T1 = masked_BL.reshape(-1, 1)
+            self.inputs_T1 = masked_BL.to(device, non_blocking=True).reshape(-1, 1)
             self.outputs_P1 = self.inputs_T1 if output_positions is None else self.inputs_T1[output_positions]
 
     def of(self, x: Tensor) -> Tensor | None:

@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         if self.masked_rows is not None:
-            self.masked_rows.set(masked_BL, output_positions)
+            self.masked_rows.set(masked_BL, output_positions, x.device)
         deep_features_KMD: Sequence[Tensor] = ()
         if images is None and self._always_runs_tower():
             images = ImageInputs.none(positions)

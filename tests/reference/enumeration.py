@@ -202,6 +202,7 @@ class StandIn:
         *,
         pattern: AttentionPattern,
         images: None = None,
+        masked_BL: Tensor | None = None,
         output_positions: Tensor,
         loss_inputs: LossInputs,
     ) -> LossOutput:

@@ -76,7 +76,7 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
         ("sdar", (151669, 4, "same_position", None, "low_confidence_dynamic")),
         ("sdar_moe", (151669, 4, "same_position", None, "low_confidence_dynamic")),
         ("Dream", (151666, None, "shifted", None, "entropy")),
-        ("wedlm", (151665, 32, "same_position", "shifted", "low_confidence")),
+        ("wedlm", (151665, 32, "same_position", "shifted", "penalized_entropy")),
     ],
 )
 def test_defaults_of_diffusion_families(model_type: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
