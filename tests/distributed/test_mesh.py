@@ -84,7 +84,7 @@ def test_a_mesh_trains_as_one_process(name: str, config: TrainConfig, tmp_path: 
     many = configure(config, tmp_path / "many", model=model, objective=objective, parallel=parallel)
     assert train_on(many, tmp_path, world_size) == [4] * world_size
     # On an Intel Xeon the gradient norm of one step differs by 1.1e-4, on an AMD EPYC by less than 2e-5.
-    check_equal(many, one, 3e-4 if name == "tensor" else 2e-5)
+    check_equal(many, one, 2e-5, norm_tolerance=3e-4 if name == "tensor" else None)
 
 
 @pytest.mark.slow

@@ -75,15 +75,24 @@ def train_on(config: TrainConfig, tmp_path: Path, world_size: int = 2) -> list[i
     return run_ranks(training(config), tmp_path, world_size)
 
 
-def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float, weights: str = WEIGHTS) -> None:
-    """Metrics of steps but for times and the loader's, weights, and the final evaluation."""
+def check_equal(
+    one: TrainConfig, other: TrainConfig, tolerance: float, weights: str = WEIGHTS, norm_tolerance: float | None = None
+) -> None:
+    """Metrics of steps but for times and the loader's, weights, and the final evaluation.
+
+    Args:
+        norm_tolerance: of the gradient norm; None: as for all others.
+    """
+    tolerances = {"grad_l2_norm": norm_tolerance or tolerance}
     steps = [
         {key: value for key, value in step.items() if key.startswith(COMPARED)}
         for config in (one, other)
         for step in read_steps(config)
     ]
     for expected, actual in zip(steps[: len(steps) // 2], steps[len(steps) // 2 :], strict=True):
-        assert actual == pytest.approx(expected, rel=tolerance)
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert actual[key] == pytest.approx(value, rel=tolerances.get(key, tolerance)), key
     first, second = (load_file(config.run.directory / weights) for config in (one, other))
     assert first.keys() == second.keys()
     for name in first:
