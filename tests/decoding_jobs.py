@@ -142,3 +142,16 @@ def run_all(
     num_steps = sum(request.num_forwards for request in requests)
     assert decoder.counts.num_steps <= num_steps + sum(num_blocks) + decoder.counts.num_preemptions * max(num_blocks)
     return [to_generation(request) for request in requests]
+
+
+def check_same_bits_in_parts(model: Transformer, jobs: list[PreparedRequest]) -> None:
+    """A deterministic decoder gives three requests the same bits if it reads them in parts, with few pages."""
+    limits = [
+        {"num_pages": 100, "max_num_batched_tokens": 500},
+        {"num_pages": 8, "max_num_batched_tokens": 5, "prefix_cache": True},
+    ]
+    plenty, few = (
+        run_all(Decoder(model, *limit_decoder(page_size=4, deterministic=True, **own)), jobs, [0, 0, 1])
+        for own in limits
+    )
+    assert plenty == few

@@ -20,7 +20,7 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import DenseBias
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.rl.rollouts import check_trainable
-from tests.decoding_jobs import BLOCKS, LIMITS, assert_same, limit_decoder, make_jobs, run_all
+from tests.decoding_jobs import BLOCKS, LIMITS, assert_same, check_same_bits_in_parts, limit_decoder, make_jobs, run_all
 from tests.reference.enumeration import table_config
 
 MASK, BLOCK, NUM_NEW = 22, 4, 10
@@ -157,15 +157,7 @@ def test_deterministic_decoders_give_the_same_bits_in_parts(model: Transformer) 
         prepare_request(settings, prompt, seed, RequestOptions(segment_starts=starts))
         for seed, (prompt, starts) in enumerate(zip(PROMPTS[:3], STARTS, strict=False))
     ]
-    limits = [
-        {"num_pages": 100, "max_num_batched_tokens": 500},
-        {"num_pages": 8, "max_num_batched_tokens": 5, "prefix_cache": True},
-    ]
-    plenty, few = (
-        run_all(Decoder(model, *limit_decoder(page_size=4, deterministic=True, **own)), jobs, [0, 0, 1])
-        for own in limits
-    )
-    assert plenty == few
+    check_same_bits_in_parts(model, jobs)
 
 
 def test_infilling_has_no_next_tokens(model: Transformer) -> None:

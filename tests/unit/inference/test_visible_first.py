@@ -23,7 +23,7 @@ from diffusionlm.inference.strategy import DecodeState
 from diffusionlm.models.patterns import BlockCausal, DenseBias
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
-from tests.decoding_jobs import BLOCKS, LIMITS, assert_same, limit_decoder, make_jobs, run_all
+from tests.decoding_jobs import BLOCKS, LIMITS, assert_same, check_same_bits_in_parts, make_jobs, run_all
 from tests.reference.enumeration import table_config
 
 MASK, BLOCK, NUM_NEW = 22, 5, 11
@@ -106,15 +106,7 @@ def test_requests_of_all_kinds_decode_as_alone(model: Transformer, name: str) ->
 def test_deterministic_decoders_give_the_same_bits_in_parts(model: Transformer) -> None:
     settings = resolve_settings(config_of(temperature=1.0), model.config)
     jobs = [prepare_request(settings, prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    limits = [
-        {"num_pages": 100, "max_num_batched_tokens": 500},
-        {"num_pages": 8, "max_num_batched_tokens": 5, "prefix_cache": True},
-    ]
-    plenty, few = (
-        run_all(Decoder(model, *limit_decoder(page_size=4, deterministic=True, **own)), jobs, [0, 0, 1])
-        for own in limits
-    )
-    assert plenty == few
+    check_same_bits_in_parts(model, jobs)
 
 
 @pytest.mark.parametrize("kind", ["two_forwards", "one_forward"])
